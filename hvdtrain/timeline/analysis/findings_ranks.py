@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hvdtrain.config.sync import apportion
 from hvdtrain.data.order import even_options
 from hvdtrain.errors import ETC, listed
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.pauses import Pause
-from hvdtrain.timeline.analysis.shares import last_shares
+from hvdtrain.timeline.analysis.shares import last_shares, workers_of
 from hvdtrain.timeline.analysis.straggler_causes import dominant
+from hvdtrain.timeline.analysis.stragglers import Division
 
 _MANY_PAUSES = 3
 _LOOK = "check what its host did then; pauses do not count as straggler cost"
@@ -122,9 +125,22 @@ def _division(facts: Facts) -> Iterator[Finding]:
     by_count = sorted(Counter(found.passes).items(), reverse=True)
     who = ", ".join(f"{number} rank(s) with {count}" for count, number in by_count)
     text = f"unequal numbers of micro-batches cost {facts.per_step(found.cost_ms)}: {who} in each step"
-    train = facts.run.config["train"]
-    options = even_options(train["global_batch"], train["micro_batch"], len(found.passes))
-    yield Finding("division", text, found.cost_ms, f"give all ranks the same: {options}")
+    yield Finding("division", text, found.cost_ms, _evenly(facts, found))
+
+
+def _evenly(facts: Facts, found: Division) -> str:
+    """Return how ranks would have as much to do as each other."""
+    train, size = facts.run.config["train"], len(found.passes)
+    workers = workers_of(facts.run.config, size)
+    if workers is not None and workers.parts:
+        speeds = [1e6 * count / max(ms, 1e-3) for count, ms in zip(found.passes, found.work_ms, strict=True)]
+        served = [workers.ranks_of(worker) for worker in range(workers.count)]
+        by_worker = [round(sum(speeds[r] for r in ranks) / len(workers.served_by(ranks[0]))) for ranks in served]
+        parts = [max(1, share) for share in apportion(sum(found.passes), by_worker)]
+        return f"divide by the measured speed: --outer.shares {','.join(str(n // math.gcd(*parts)) for n in parts)}"
+    if workers is not None and size % workers.count and workers.count % size:
+        return f"start a multiple of {workers.count} ranks"
+    return f"give all ranks the same: {even_options(train['global_batch'], train['micro_batch'], size)}"
 
 
 def _sizes(facts: Facts) -> Iterator[Finding]:

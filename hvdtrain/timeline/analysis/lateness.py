@@ -69,16 +69,18 @@ def tamed(work: Floats) -> Floats:
     return np.asarray(work - alone + np.clip(alone, -3 * scatter, 3 * scatter))
 
 
-def costs(work: Floats, late: Collection[int] = (), weights: Floats | None = None) -> Floats:
+def costs(
+    work: Floats, late: Collection[int] = (), weights: Floats | None = None, fewer: Floats | float = 0.0
+) -> Floats:
     """Return how much shorter steps would be if each rank were like the others [ranks], in the units of `work`, >= 0.
 
-    The mean over steps, by `weights` [steps].
+    The mean over steps, by `weights` [steps]. Ranks are ready earlier than compared, by `fewer` [ranks, 1].
 
     A step takes as long as its last rank. Ranks that are `late` together share the total gain: each delay is divided
     among the ranks that have it (the Shapley value; Littlechild and Owen, Management Science 20, 1973). Any other rank
     is considered alone.
     """
-    changed = like_the_others(work, late)
+    changed, work = like_the_others(work, late) - fewer, work - fewer
     second, longest = np.partition(work, -2, axis=0)[-2:]
     last = np.argmax(work, axis=0)
     found = np.zeros(len(work))
@@ -105,7 +107,11 @@ def _shared(work: Floats, changed: Floats, late: list[int]) -> Floats:
 
 
 def cost_estimates(
-    work: Floats, late: Collection[int], correlation: float, weights: Floats | None = None
+    work: Floats,
+    late: Collection[int],
+    correlation: float,
+    weights: Floats | None = None,
+    fewer: Floats | float = 0.0,
 ) -> list[Estimate]:
     """`costs` with their 95% confidence intervals: the jackknife over blocks of consecutive steps.
 
@@ -116,14 +122,14 @@ def cost_estimates(
     steps = work.shape[1]
     weights = np.ones(steps) if weights is None else weights
     blocks = int(min(BATCHES, max(4, steps / (2 * correlation)), steps))
-    whole = costs(work, late, weights)
+    whole = costs(work, late, weights, fewer)
     reach = np.cumsum(weights)
     edges = np.unique([0, *np.searchsorted(reach, reach[-1] * np.arange(1, blocks) / blocks), steps])
     blocks = len(edges) - 1
     if blocks < 2:
         return [Estimate(float(value), -math.inf, math.inf) for value in whole]
     left = [np.s_[a:b] for a, b in pairwise(edges)]
-    without = np.array([costs(np.delete(work, out, axis=1), late, np.delete(weights, out)) for out in left])
+    without = np.array([costs(np.delete(work, out, axis=1), late, np.delete(weights, out), fewer) for out in left])
     error = np.sqrt((blocks - 1) / blocks * ((without - without.mean(axis=0)) ** 2).sum(axis=0))
     half = student(blocks - 1) * error
     return [Estimate(float(v), float(v - h), float(v + h)) for v, h in zip(whole, half, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,8 @@ class Rounds:
     length: Ints  # number of steps with stamps in each, up to `column` [rounds]
     wait_ms: Floats  # of each rank for others; infinite if unknown [ranks, rounds]
     alone_ms: Floats  # times that alone may show that a rank is late [parts, ranks, rounds]
+    fewer_ms: Floats = field(default_factory=lambda: np.zeros((1, 1)))
+    """How much earlier than `work_ms` a rank is ready because it has fewer micro-batches [ranks, 1]."""
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.config.sync import EVERY_STEP
-from hvdtrain.data.order import rank_share
+from hvdtrain.data.workers import Workers
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.stats import mean_of
@@ -37,6 +36,15 @@ def last_shares(events: Sequence[Mapping[str, Any]], size: int) -> Shares | None
     return None
 
 
+def workers_of(config: Mapping[str, Any], size: int) -> Workers | None:
+    """Return the workers that train apart, with their shares of the micro-batches; None if there are none."""
+    count, text = as_mapping(config.get("parallel")).get("workers"), as_mapping(config.get("outer")).get("shares")
+    if not isinstance(count, int) or count < 1:
+        return None
+    parts = tuple(int(part) for part in str(text).split(",") if part.isdecimal())
+    return Workers(count, size, parts if len(parts) == count and min(parts) > 0 else ())
+
+
 def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
     """Return the micro-batches of each rank in a step, if the options make them unequal; else none.
 
@@ -44,12 +52,13 @@ def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
     """
     train, parallel = (as_mapping(config.get(name)) for name in ("train", "parallel"))
     batch, micro = train.get("global_batch"), train.get("micro_batch")
-    usual = {"engine": ("horovod", "ddp"), "balance": ("equal",), "sync": (EVERY_STEP,)}
+    usual = {"engine": ("horovod", "ddp"), "balance": ("equal",)}
     if not (isinstance(batch, int) and isinstance(micro, int) and batch > 0 and micro > 0) or Dimensions.of(parallel):
         return []
     if any(parallel.get(name, values[0]) not in values for name, values in usual.items()):
         return []
-    found = [len(rank_share(-(-batch // micro), rank, size)) for rank in range(size)]
+    workers = workers_of(config, size) or Workers(size, size)
+    found = [sum(map(len, workers.shares(-(-batch // micro), rank))) for rank in range(size)]
     return found if len(set(found)) > 1 else []
 
 
@@ -58,17 +67,19 @@ def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Divis
 
     Of two ranks the faster one is usual. A rank with a number of its own cannot be compared.
     """
-    own, most, work = np.array(passes), max(passes), np.median(rounds.work_ms, axis=1)
+    own, work = np.array(passes), np.median(rounds.work_ms, axis=1)
     usual = {count: float(np.quantile(work[own == count], 0.5, method="lower")) for count in set(passes)}
-    later = np.array([usual[most] - usual[count] for count in passes])
-    equal = replace(rounds, work_ms=rounds.work_ms + later[:, None], alone_ms=rounds.alone_ms[:0])
-    return equal, Division(passes, max(0.0, float(later.mean())))
+    slowest = max(usual.values())
+    later = np.array([slowest - usual[count] for count in passes])
+    fewer = later[:, None]
+    equal = replace(rounds, work_ms=rounds.work_ms + fewer, fewer_ms=fewer, alone_ms=rounds.alone_ms[:0])
+    return equal, Division(passes, float(later.mean()), work.tolist())
 
 
 def stragglers_of(
     table: StepTable, shares: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> Stragglers | None:
-    """Find the stragglers of a start without the effect of batch sizes, or of unequal passes, which are noted.
+    """Find the stragglers of a start without the effect of batch sizes and of unequal passes, which are noted.
 
     Where micro-batches follow the speed of ranks, sizes are no chance, and stay; what was before does not count.
     None if the stamps do not compare ranks.
@@ -76,12 +87,12 @@ def stragglers_of(
     rounds = from_stamps(table)
     if rounds is None:
         return None
-    if passes := passes_by_rank(config, len(table.hosts)):
-        rounds, division = without_passes(rounds, passes)
-        return replace(find_stragglers(rounds), division=division)
     if not shares:
-        rounds, sizes = without_sizes(rounds, table)
-        return replace(find_stragglers(rounds), sizes=sizes)
+        passes, division = passes_by_rank(config, len(table.hosts)), None
+        rounds, sizes = without_sizes(rounds, table, passes)
+        if passes:
+            rounds, division = without_passes(rounds, passes)
+        return replace(find_stragglers(rounds), sizes=sizes, division=division)
     rounds = replace(rounds, alone_ms=rounds.alone_ms[:0])  # a rank with more micro-batches waits for data more often
     last = last_shares(shares, len(table.hosts))
     begun = min((at for event in shares if isinstance(at := event.get("at_step"), int)), default=0)
@@ -94,8 +105,10 @@ def stragglers_of(
 _WORTH_MS, _WORTH_SHARE = 0.2, 0.01
 
 
-def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes | None]:
+def without_sizes(rounds: Rounds, table: StepTable, passes: Sequence[int] = ()) -> tuple[Rounds, BatchSizes | None]:
     """Return rounds with the times that ranks would have with batches of equal size, and the effect of sizes.
+
+    Of ranks with unequal `passes`, micro-batches of equal size.
 
     The time of an element is the slope of a regression with fixed effects of ranks and steps, so that a slow rank or a
     slow step does not change it. Unless the low end of the cost's interval matters, rounds stay as they are.
@@ -105,6 +118,8 @@ def without_sizes(rounds: Rounds, table: StepTable) -> tuple[Rounds, BatchSizes 
     if not len(table.elements):
         return rounds, None
     work, elements = rounds.work_ms, rounds.mean_of(table.elements)
+    if passes:
+        elements = elements - elements.sum(axis=0).mean() * (np.array(passes) / sum(passes) - 1 / len(passes))[:, None]
     sizes, times = _within(elements), _within(work)
     power = float(np.sum(sizes**2))
     if power <= 0:

@@ -45,10 +45,13 @@ class BatchSizes:
 
 
 class Division(NamedTuple):
-    """Micro-batches of each rank in a step, which are unequal, and the mean wait of a rank for those with the most."""
+    """Micro-batches of each rank in a step, which are unequal, the mean wait of a rank for those with the most, and
+    the median time that each rank works in a step.
+    """
 
     passes: Sequence[int]
     cost_ms: float
+    work_ms: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     grain = grain_ms or [0.0] * ranks
     matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
-        estimates, whole, steady = _costs(work, found, alike, rounds.weight)
+        estimates, whole, steady = _costs(rounds, found, alike)
         estimates = _within_waits(estimates, found, sum(estimates[rank].value for rank in found), rounds)
         doubt = (rounds.clock_error_ms + np.median(rounds.clock_error_ms)).tolist()
         cost = _doubted(estimates, doubt)
@@ -176,7 +179,10 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
-    last = np.bincount(np.argmax(work, axis=0), weights=rounds.weight, minlength=ranks) / rounds.weight.sum()
+    last = (
+        np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), weights=rounds.weight, minlength=ranks)
+        / rounds.weight.sum()
+    )
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     ahead = _NONE
     if fast:
@@ -223,17 +229,15 @@ def _doubted(estimates: Sequence[Estimate], doubt: Sequence[float]) -> list[Esti
     return [Estimate(each.value, each.low - ms, each.high + ms) for each, ms in zip(estimates, doubt, strict=True)]
 
 
-def _costs(
-    work: Floats, late: Sequence[int], alike: float, weights: Floats
-) -> tuple[list[Estimate], list[Estimate], list[int]]:
+def _costs(rounds: Rounds, late: Sequence[int], alike: float) -> tuple[list[Estimate], list[Estimate], list[int]]:
     """Return the cost of each rank, the cost as the mean over all steps, and the ranks with a steady cost.
 
     The cost is the mean over all steps if that is precise. If outliers make it uncertain, the times without outliers
     give the cost (`lateness.tamed`). Exceptions: outliers count for a rank that is late rarely and by much, far beyond
     its steady lateness; and if nearly every step has an outlier of some rank, as with many ranks.
     """
-    tame_work = tamed(work)
-    tame, whole = (cost_estimates(each, late, alike, weights) for each in (tame_work, work))
+    work, tame_work = rounds.work_ms, tamed(rounds.work_ms)
+    tame, whole = (cost_estimates(each, late, alike, rounds.weight, rounds.fewer_ms) for each in (tame_work, work))
     steady: list[int] = []
     if np.mean((tame_work != work).any(axis=0)) > _MOSTLY:
         return whole, whole, steady

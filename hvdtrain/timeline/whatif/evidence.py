@@ -31,6 +31,8 @@ class Job:
     plan: Plan
     global_batch: int
     micro_batch: int
+    of_rank_0: float = 1.0
+    """Micro-batches of rank 0, which is measured, over those of an equal share: not 1 if they follow speed."""
 
     @property
     def sharers(self) -> int:
@@ -39,7 +41,9 @@ class Job:
 
     @property
     def passes(self) -> int:
-        """Forward passes per step of the rank with the most micro-batches."""
+        """Forward passes per step of the rank with the most micro-batches; of rank 0 if they follow speed."""
+        if self.of_rank_0 != 1.0:
+            return max(1, round(self.of_rank_0 * self.micro_batches / self.places))
         return -(-self.micro_batches // self.places)
 
     @property

@@ -19,10 +19,11 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
-from hvdtrain.observe.past_journal import journal_lines, read_events
+from hvdtrain.observe.past_journal import journal_lines, read_events, read_journal_starts
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import ENGINES, Plan, Ranks
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.timeline.analysis.shares import last_shares
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_link
@@ -115,6 +116,7 @@ def _read(
         config["train"]["global_batch"],
         _micro_batch(path, config),
     )
+    job = replace(job, of_rank_0=_of_rank_0(path, job))
     plan = job.plan
     plan.dimensions.check(job.ranks.size)
     if plan.shard != "none" and plan.compression != "none":
@@ -203,6 +205,13 @@ def _micro_batch(path: Path, config: Mapping[str, Any]) -> int:
     return int(found[-1]["samples"]) if given == "auto" and found else int(given)
 
 
+def _of_rank_0(path: Path, job: Job) -> float:
+    """Return rank 0's micro-batches by speed over those of an equal share; 1 if shares are equal."""
+    starts = read_journal_starts(RunLayout(path).journal)[-1:]
+    last = last_shares([event for start in starts for event in start.events_named("shares")], job.ranks.size)
+    return 1.0 if last is None else last.shares[0] * job.ranks.size / sum(last.shares)
+
+
 def _times_of_ranks(
     start: Start | None, steps: Sequence[Mapping[str, float]]
 ) -> tuple[NDArray[np.float64], float, float]:
@@ -259,13 +268,13 @@ def _read_profile(path: Path) -> dict[str, Any]:
 def _read_steps(
     path: Path, accept: Callable[[Mapping[str, Any]], bool], lines: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, float]]:
-    """Return the parts of each step, and its "number": after the last start, warm-up and change of compression."""
+    """Return the parts of each step, and its "number": after the last start, warm-up and change of what ranks do."""
     found: list[dict[str, float]] = []
     warm = 0
     try:
         for line in lines:
             event = line.get("event")
-            if event in ("started", "compression_chosen"):
+            if event in ("started", "compression_chosen", "shares"):
                 found.clear()
                 warm = 0
             elif event is None and not line.get("skipped"):

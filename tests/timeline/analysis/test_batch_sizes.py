@@ -89,3 +89,34 @@ def test_micro_batches_that_follow_speed_are_no_unequal_batches() -> None:
     shares = {"event": "shares", "at_step": 50, "shares": [3, 1], "pass_s": [0.02, 0.06]}
     found = _analysed(_work(sizes), sizes, start=JournalStart({}, events=[shares]))
     assert not _of(found, "batch_sizes")
+
+
+@pytest.mark.parametrize("late", [None, 1])
+@pytest.mark.parametrize(
+    ("passes", "options", "advice"),
+    [
+        ([2, 2, 1, 1], {}, "--train.global_batch 8"),
+        ([4, 4, 2, 2], {"workers": 4, "sync": "diloco:8", "shares": "2,2,1,1"}, "--outer.shares 1,1,1,1"),
+        ([2, 1, 1, 1, 2, 2], {"workers": 4, "sync": "diloco:8"}, "a multiple of 4 ranks"),
+    ],
+)
+def test_unequal_numbers_of_unequal_batches_are_no_stragglers(
+    passes: list[int], options: dict[str, Any], advice: str, late: int | None
+) -> None:
+    generator, own = np.random.default_rng(0), np.array(passes)[:, None]
+    sizes = own * generator.integers(1000, 3000, (len(passes), 400)).astype(float)
+    work = 10 + 20.0 * own + noise(generator, sizes.shape, "gaussian", 1.0)
+    longest, every = [], 8 if options else 1
+    for more in (0.0, 8.0):
+        work[1] += more * (late == 1)
+        longest.append((work + 3e-3 * sizes).reshape(len(passes), -1, every).mean(axis=2).max(axis=0).mean())
+    table = replace(table_of(work, more_ms={"backward": 3e-3 * sizes}, every=every), elements=sizes)
+    train = {"global_batch": sum(passes), "micro_batch": 1}
+    found = analyse(run_of(table, config={"train": train, "parallel": options, "outer": options}))
+    costs = longest[1] - longest[0]
+    assert found.blame.late == ([1] if costs else []), "another rank with fewer is late, but nobody waits for it"
+    assert found.blame.ranks[0].cost_ms.value == pytest.approx(costs, rel=0.1, abs=1.5)
+    (division,) = _of(found, "division")
+    assert division.cost_ms == pytest.approx(26.0 * float(np.mean(max(passes) - own)), rel=0.1)
+    assert advice in division.advice
+    assert options or late is not None or _of(found, "batch_sizes")
