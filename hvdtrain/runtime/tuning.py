@@ -44,7 +44,7 @@ _LARGEST_INT = (1 << 31) - 1
 _LARGEST_MMAP_THRESHOLD = 4 * 1024 * 1024 * ctypes.sizeof(ctypes.c_long)  # DEFAULT_MMAP_THRESHOLD_MAX of malloc.c
 
 TIMELINE = "HOROVOD_TIMELINE"
-_DYNAMIC = "DYNAMIC"
+DYNAMIC = "DYNAMIC"
 
 AUTO_WINDOW = Window(10, 20)
 """After the first steps, which are not typical."""
@@ -231,7 +231,7 @@ def decide(wanted: str, facts: Facts, *, quiet: bool) -> TimelinePlan:
     """
     theirs = facts.already.get(TIMELINE)
     # An empty name opens no file and makes windows possible, as DYNAMIC does.
-    is_open = theirs in (_DYNAMIC, "")
+    is_open = theirs in (DYNAMIC, "")
     if wanted == "off":
         return TimelinePlan("off")
     if theirs is not None and (wanted == AUTO or not is_open):
@@ -274,6 +274,6 @@ def prepare_timeline(wanted: str, info: RankInfo) -> TimelinePlan:
     quiet = horovod is not None and horovod.quiet
     plan = decide(wanted, Facts(info, read_host(before), already=before), quiet=quiet)
     if plan.window and TIMELINE not in before:
-        record = json.dumps({**our_variables(now), TIMELINE: _DYNAMIC})
-        environment.change_variables({TIMELINE: _DYNAMIC, RECORD: record})
+        record = json.dumps({**our_variables(now), TIMELINE: DYNAMIC})
+        environment.change_variables({TIMELINE: DYNAMIC, RECORD: record})
     return plan

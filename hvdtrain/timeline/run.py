@@ -121,7 +121,10 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     if steps is None:
         said = this.started.get("size")
         size = said if isinstance(said, int) and 0 < said < _MOST_RANKS else size
-    horovod = _bounded(_segments(timeline, wall_clock_us(files), steps, notes, most_bytes), notes)
+    recorded = [*timeline.glob(TimelineLayout.HOROVOD)]
+    if isinstance(own := this.started.get("horovod_timeline"), str) and Path(own).is_file():  # by HOROVOD_TIMELINE
+        recorded.append(Path(own))
+    horovod = _bounded(_segments(recorded, wall_clock_us(files), steps, notes, most_bytes), notes)
     logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
     if not (past or starts or files or horovod or logs):
         raise TraceError(
@@ -208,10 +211,10 @@ def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
 
 
 def _segments(
-    timeline: Path, wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
+    recorded: Sequence[Path], wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
 ) -> Iterator[HorovodTrace]:
     """Yield the start's Horovod Timelines, on the run's clock."""
-    for trace in read_readable(_small_enough(timeline.glob(TimelineLayout.HOROVOD), notes, most_bytes), notes):
+    for trace in read_readable(_small_enough(recorded, notes, most_bytes), notes):
         if wall_us is None or trace.epoch_us is None:
             notes.append(f"{trace.path.name} is ignored: its start time is unknown")
             continue

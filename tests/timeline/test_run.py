@@ -165,6 +165,15 @@ def test_horovods_timeline_is_moved_onto_the_runs_clock_and_those_of_other_start
     assert any("horovod-steps-9-9.json is ignored" in note for note in run.notes)
 
 
+def test_a_timeline_that_the_user_had_recorded_counts_as_those_of_the_run(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "r")
+    _timeline(tmp_path / "mine.json", 1e15 + 50_000)
+    _lines(folder / "journal.jsonl", {**_started(), "horovod_timeline": str(tmp_path / "mine.json")})
+    assert [trace.path.name for trace in load(folder).horovod] == ["mine.json"]
+    (tmp_path / "mine.json").unlink()
+    assert not load(folder).horovod
+
+
 def test_segments_are_put_on_one_clock(tmp_path: Path) -> None:
     first, second = tmp_path / "a.json", tmp_path / "b.json"
     _timeline(first, 1e15)

@@ -56,11 +56,13 @@ def test_a_task_that_changes_to_another_folder_moves_nothing(
     start, elsewhere = own_folder / "start", own_folder / "elsewhere"
     start.mkdir()
     monkeypatch.chdir(start)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "mine.json")
     Path("tracker.py").write_text("seen = []\n\n\ndef track(record):\n    seen.append(record)\n")
     options = {**OPTIONS, **given, "checkpoint": {"every": 2}, "observe": {"sinks": ["tracker.py:track"]}}
     result = hvdtrain.train(options, _wanders(elsewhere))
     assert result.run_dir.is_absolute() and result.run_dir.parent.resolve().is_relative_to(start)
     assert len(read_losses(result.run_dir)) == 5
+    assert read_events(result.run_dir, "started")[0]["horovod_timeline"] == str(start / "mine.json")
     os.chdir(start)
     more = {"run_dir": "other", "resume": os.path.relpath(result.run_dir), "train": {"steps": 7}}
     other = hvdtrain.train({**options, **more}, _wanders(elsewhere))

@@ -195,8 +195,9 @@ def top_carriers(run: RunTrace) -> list[Carrier]:
 
 
 def _carriers_of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
-    waiting = waiting_of(spans)
-    found = []
+    waiting, found = waiting_of(spans), []
+    if run.steps is not None:  # until the last rank is ready, it waits for that rank
+        waiting = phases.without(waiting, phases.union(run.steps.ready_us[0], run.steps.ready_us.max(axis=0)))
     for track in np.unique(spans.track[spans.track >= EXCHANGE]):
         mine = spans.track == track
         steps = max(1, len(np.unique(spans.step[mine])))

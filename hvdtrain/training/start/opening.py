@@ -25,6 +25,7 @@ from hvdtrain.observe.sinks import Recorder
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.host import describe_map, problems
 from hvdtrain.runtime.interfaces import describe_exposure
+from hvdtrain.runtime.tuning import DYNAMIC, TIMELINE
 from hvdtrain.state.divided import whole_shape
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
@@ -142,8 +143,9 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
         "run_dir": str(current.layout.folder),
         **job,
     }
-    if where := worker.info.variables.get("NCCL_DEBUG_FILE"):
-        facts["nccl_debug_file"] = str(worker.info.folder.absolute() / where)
+    for name in ("NCCL_DEBUG_FILE", TIMELINE):  # files that the user had recorded
+        if (where := worker.info.variables.get(name)) and where != DYNAMIC:
+            facts[name.lower()] = str(worker.info.folder.absolute() / where)
     recorder.event(
         {
             "event": "started",

@@ -145,6 +145,17 @@ def test_spans_tell_of_the_exchange_where_horovod_does_not() -> None:
     assert first.modules == ["layers.1.up", "layers.1.down"] and first.nbytes == 200
 
 
+def test_to_wait_for_a_late_rank_is_not_exposed_exchange() -> None:
+    table = table_of(np.array([[20.0], [23.0]]))  # ready after 20 and 23 ms, at other moments
+    moments = {name: getattr(table, name) - table.ready_us[0, 0] + 20_000.0 for name in ("ready_us", "released_us")}
+    found = {
+        each.name: each.exposed_ms
+        for each in communication.top_carriers(replace(_spans(), steps=replace(table, **moments)))
+    }
+    late_ms = float(moments["ready_us"][1, 0]) / 1e3 - 20
+    assert found == {"gradients/1": pytest.approx(24 - 20 - late_ms), "gradients/0": pytest.approx(0.0)}
+
+
 @pytest.mark.parametrize(("name", "sent"), [("none", 200), ("int8", None), ("powersgd:4", 16), ("auto", None)])
 def test_bytes_of_spans_are_those_of_the_compression(name: str, sent: int | None) -> None:
     run = _spans(name)
