@@ -12,8 +12,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "runtime/tuning.py",
-        'is_open = theirs in (_DYNAMIC, "")',
-        "is_open = theirs == _DYNAMIC",
+        'is_open = theirs in (DYNAMIC, "")',
+        "is_open = theirs == DYNAMIC",
         "an empty HOROVOD_TIMELINE keeps a requested window from being recorded",
         "tests/runtime/test_timeline.py",
     ),
