@@ -122,7 +122,7 @@ def _mib(text: str) -> int:
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
-def _duration_s(text: str) -> int:
+def duration_s(text: str) -> int:
     """Return the seconds of ``2h``, ``1h30m`` or ``1:30:00``."""
     if re.fullmatch(r"(?:\d{1,5}[dhms])+", text):
         seconds = sum(int(part[:-1]) * _UNITS_S[part[-1]] for part in re.findall(r"\d+[dhms]", text))
@@ -214,14 +214,14 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     chunk = "another resource of each host of PBS, such as host_type=a100"
     add("--chunk", action="append", type=_chunk, default=[], metavar="NAME=VALUE", help=chunk)
     limit = "time limit of the job, such as 2h, 1h30m or 1:30:00 (default: the site's)"
-    add("--time", type=_duration_s, metavar="T", help=limit)
+    add("--time", type=duration_s, metavar="T", help=limit)
     add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")
     add("--account", type=_plain, metavar="NAME", help="account to charge (default: yours)")
     add("--name", type=_name, default="hvdtrain", help="name of the job (default: hvdtrain)")
     indices = "submit one job per index, of 0-9%%2 two at a time; {array} in ARGS becomes the index"
     add("--array", type=_array, metavar="0-9%2", help=indices)
     notice = "save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)"
-    add("--notice", type=_duration_s, default=120, metavar="T", help=notice)
+    add("--notice", type=duration_s, default=120, metavar="T", help=notice)
     requeues = "requeue the job up to N times (default: 20 for training by Slurm and Kubernetes, else 0)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
     check = "check the hosts before the ranks start, by hvdtrain preflight; requeue without bad hosts"

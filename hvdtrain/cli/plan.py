@@ -9,7 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.parser import Parser, local, positive
+from hvdtrain.cli.launch_options import duration_s
+from hvdtrain.cli.parser import Parser, above_0, local, positive
 from hvdtrain.config.schema import Config
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Say which ranks hold what of a model, what they send, and which options do not
 go together. Needs no torch, no model and no other rank. With the config.yaml of
-a run, which has recorded the sizes of its model, it says how many bytes, too."""
+a run, which has measured its model and its steps, it says how many bytes, and
+when the job would end, what it would cost, and what would be faster."""
 _EPILOG = """\
 Options of hvdtrain train that every run has are accepted, too; those of the
 task, such as --model.preset, do not change the plan: a file may have them.
@@ -26,6 +28,8 @@ task, such as --model.preset, do not change the plan: a file may have them.
 examples:
   hvdtrain plan --config run.yaml --ranks 64
   hvdtrain plan --ranks 16 --parallel.tp 2 --parallel.shard optimizer
+  hvdtrain plan --config runs/NAME/config.yaml --ranks 64 --hosts 8 \\
+      --train.steps 20000 --deadline 12h --failures_per_day 0.5
 
 exit code: 0 if the options go together, 2 if not
 """
@@ -37,6 +41,14 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain plan", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--ranks", type=positive, default=8, metavar="N", help="number of ranks (default: 8)")
+    made.add_argument("--hosts", type=positive, metavar="N", help="number of hosts (default: as in the run)")
+    made.add_argument("--deadline", type=duration_s, metavar="T", help="when the job has to end, such as 12h")
+    link = "bandwidth of each host's link, in Gbit/s (default: as in the run)"
+    made.add_argument("--bandwidth_gbit", type=above_0, metavar="X", help=link)
+    latency = "latency of a small message between two ranks, in microseconds (default: as in the run)"
+    made.add_argument("--latency_us", type=above_0, metavar="X", help=latency)
+    failures = "how often a rank or host of the job fails (default: 0)"
+    made.add_argument("--failures_per_day", type=float, default=0.0, metavar="X", help=failures)
     made.add_argument("--config", type=local, metavar="FILE", help="YAML file with options")
     made.add_argument("--elastic", action="store_true", help="of a job in which ranks may come and go")
     made.add_argument("--json", action="store_true", help="print one JSON object")
@@ -53,6 +65,8 @@ def main(argv: list[str]) -> int:
     from hvdtrain.plan.description import describe
     from hvdtrain.plan.plan import plan_of
     from hvdtrain.plan.refusals import resolve
+    from hvdtrain.run_layout import RunLayout
+    from hvdtrain.timeline.whatif.outlook import Asked, outlook
     from hvdtrain.yaml_file import flatten, read_yaml
 
     given = []
@@ -64,7 +78,12 @@ def main(argv: list[str]) -> int:
     plan = resolve(config, elastic=options.elastic)
     found = describe(plan, options.ranks)
     if options.config is not None:
-        found += _in_bytes(options.config.parent, plan_of(parse_argv(given, None).config), config, plan, options.ranks)
+        folder, rate = options.config.parent, options.failures_per_day
+        if RunLayout(folder).is_run:
+            link = options.bandwidth_gbit, options.latency_us
+            asked = Asked(config, options.ranks, options.hosts, rate, options.deadline, *link)
+            found += outlook(folder, asked)
+        found += _in_bytes(folder, plan_of(parse_argv(given, None).config), config, plan, options.ranks)
     if options.json:
         print(json.dumps([{"name": name, "value": value} for name, value in found], indent=1))
         return 0

@@ -138,7 +138,8 @@ def summary(result: Result, info: RankInfo) -> str:
         rows.append(("speed", f"{result.tokens_per_s:,.0f} {result.unit}/s {on}"))
     if len(result.sizes) > 1:
         rows.append(("ranks", f"{' -> '.join(map(str, result.sizes))}; {result.still_s:.1f} s without a step"))
-    rows += [(name, text) for name, text in (("cost", result.cost), ("goodput", result.goodput)) if text]
+    texts = (("cost", result.cost), ("goodput", result.goodput), ("promise", result.promise))
+    rows += [(name, text) for name, text in texts if text]
     rows.append(("run folder", str(run_dir)))
     how = {"finished": "finished", "stop_at": "stopped as asked"}.get(result.reason, "ended")
     if result.reason in EXIT_OF_SIGNAL:

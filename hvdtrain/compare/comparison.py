@@ -70,6 +70,7 @@ _COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
     "device_hours": lambda run: run.cost.device_hours if run.cost else None,
     "energy_kwh": lambda run: run.cost.all_kwh if run.cost else None,
     "money": lambda run: run.cost.money if run.cost else None,
+    "late_percent": lambda run: 100 * run.kept.share if run.kept else None,
 }
 """Figures of the cost of a run."""
 

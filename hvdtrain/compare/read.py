@@ -14,6 +14,7 @@ from hvdtrain.errors import TraceError
 from hvdtrain.observe.cost import Cost, cost_of
 from hvdtrain.observe.past_journal import ENDINGS, PastSteps, read_journal_starts
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.timeline.analysis.ending import Kept, kept
 from hvdtrain.timeline.columns import Floats
 from hvdtrain.yaml_file import flatten
 
@@ -32,6 +33,7 @@ class RunRecord:
     started: Mapping[str, Any]  # the event of its newest start
     state: str  # how far it is, in words
     cost: Cost | None  # None if unknown
+    kept: Kept | None = None  # how good its promise of its end was
 
     @property
     def task(self) -> tuple[str, str]:
@@ -69,7 +71,7 @@ def read_run(path: Path) -> RunRecord:
     ends = [event["event"] for event in starts[-1].events if event["event"] in ENDINGS] if starts else []
     state = f"step {len(past.seconds) - 1:,}, {ends[-1] if ends else 'no end: killed, or still running'}"
     state += f", {len(starts)} starts" if len(starts) > 1 else ""
-    return RunRecord(path, losses, evaluations, options, started, state, cost_of(starts))
+    return RunRecord(path, losses, evaluations, options, started, state, cost_of(starts), kept(starts))
 
 
 def _segments(ends: Floats, values: Floats) -> tuple[Floats, Floats]:

@@ -25,6 +25,7 @@ from hvdtrain.timeline.report.terminal import shorten
 
 _LABELS = {"loss": "training loss", "heldout_loss": "held-out loss"}
 _COSTS = {"seconds": "time of training", "device_hours": "device-hours", "energy_kwh": "energy, kWh", "money": "money"}
+_COSTS |= {"late_percent": "% later than promised"}
 _UNKNOWN = "-"
 
 _WIDTH = 80

@@ -12,10 +12,12 @@ from typing import Any
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.observe.cost import cost_of
 from hvdtrain.observe.cost import text as cost_text
+from hvdtrain.observe.output import duration
 from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
 from hvdtrain.observe.scalars import BANDS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis
+from hvdtrain.timeline.analysis.ending import Kept, kept
 from hvdtrain.timeline.analysis.goodput import goodput_of
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import options_to_continue
@@ -62,6 +64,7 @@ class Result:
         model: the trained model, on this rank's device.
         analysis: where a step's time goes, and which rank is late; on rank 0, if traces were recorded.
         cost: what all starts of the run have used, as one line: money, device-hours, energy; empty if unknown.
+        promise: how much later than promised the run ended, as one line; empty if it promised nothing.
         goodput: what their device-hours were used for, as one line; empty if unknown.
     """
 
@@ -87,6 +90,7 @@ class Result:
     best: str = ""
     cost: str = ""
     goodput: str = ""
+    promise: str = ""
 
 
 def read_result(current: Round, reason: str, resumed_at: int, analysis: Analysis | None) -> Result:
@@ -143,7 +147,15 @@ def journal_figures(journal: Path, analysis: Analysis | None = None) -> dict[str
         "still_s": sum((event.get("without_step_s", 0.0) for event in resumed), 0.0),
         "cost": cost_text(cost) if cost is not None else "",
         "goodput": wording.goodput(goodput, most=1) if goodput is not None else "",
+        "promise": "" if (found := kept(starts)) is None else _promise(found),
     }
+
+
+def _promise(found: Kept) -> str:
+    how = "later" if found.late_s >= 0 else "earlier"
+    where = "within" if found.is_within else "outside"
+    late = f"ended {duration(abs(found.late_s))} {how} than promised at step {found.at_step:,}"
+    return f"{late} ({found.share:+.1%}), {where} its interval"
 
 
 class _StepSums:

@@ -38,6 +38,7 @@ from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
+from hvdtrain.training.records.promise import Promise
 from hvdtrain.training.records.run_report import VerdictWatch
 from hvdtrain.training.round import Round
 
@@ -123,7 +124,11 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         make = sink_maker(value)
         if current.comm.rank == 0:
             current.recorder.add_sink(make, name)
-    recorder, layout = current.recorder, current.layout
+    recorder, layout, config = current.recorder, current.layout, current.run.config
+    if current.comm.rank == 0:
+        evaluate_every = config.train.eval_every or config.checkpoint.every
+        due = (current.stop, evaluate_every, config.checkpoint.every)
+        recorder.add_sink(partial(Promise, *due, recorder.say, recorder.event), "promise")
     if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return
     if is_installed():
