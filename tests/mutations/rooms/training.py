@@ -125,4 +125,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "passes that fill up a rank's step leave their statistics in its buffers",
         "tests/training/test_step.py",
     ),
+    mutation(
+        "training/records/promise.py",
+        "seconds.low > self._end_s.high",
+        "seconds.high > self._end_s.high",
+        "a promise breaks by chance",
+        "tests/training/test_promise.py",
+    ),
+    mutation(
+        "training/records/promise.py",
+        '        if name == "started":\n            self._begin()\n        elif name == "evaluation":',
+        '        if name == "evaluation":',
+        "other ranks are held to the promise of those before",
+        "tests/training/test_promise.py",
+    ),
 )
