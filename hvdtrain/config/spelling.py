@@ -54,7 +54,6 @@ ELSEWHERE: Mapping[str, str] = {
     "--data.seq_len": "seq_len seq_length max_length max_seq_length block_size context_length",
     "--data.weights": "interleave_probs dataset_mixer dataset_weights data_weights",
     "--data.documents": "packing reset_position_ids reset_attention_mask",
-    "--data.text": "train_file train_files data_files",
     "--data.validation": "validation_file eval_file eval_data eval_dataset",
     "--data.field": "text_column text_field dataset_text_field",
     "--data.tokenizer": "tokenizer tokenizer_name tokenizer_path",

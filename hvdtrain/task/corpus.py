@@ -62,26 +62,21 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     check_data(config)
     training = replace(config, heldout=0.0) if config.validation else config
     own = _prepare(training, own_tokenizer, f"--data.{config.kind}")
-    train = [_windows(name, file, config) for name, file in own.files]
+    train = [_windows(*each, training) for each in own.files]
+    kind, files = (Rows if config.chat else Windows), own.files
+    heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in files]
+    heldout = [windows for windows in heldout if len(windows)]
     if config.validation:
         other = _prepare(config.validating(), own_tokenizer, "--data.validation")
-        heldout = [_windows(name, file, config) for name, file in other.files]
+        heldout = [_windows(*each, training) for each in other.files]
+        files = [*files, *other.files]
         if common := own.paths & other.paths:
             log.warning("--data.validation is trained on, too: %s", listed(sorted(common)))
-        files = [*own.files, *other.files]
-    else:
-        kind, files = (Rows if config.chat else Windows), own.files
-        heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in files]
-        heldout = [windows for windows in heldout if len(windows)]
-        for name, file in files:
-            if file.heldout <= config.seq_len and config.heldout:
-                few = "%s: the %d held-out tokens are too few for one sample: no evaluation"
-                log.warning(few, name, file.heldout)
     digests = [file.digest for _, file in files] + ([str(config.weights)] if config.weights else [])
     weight = float(config.seq_len)
     if config.chat:  # the mean of a few samples of each source
-        some = [int((one[i] & COUNTED).sum()) for one in train for i in range(0, len(one), -(-len(one) // _SAMPLES))]
-        weight = max(1.0, sum(some) / len(some))
+        few = [int((one[i] & COUNTED).sum()) for one in train for i in range(0, len(one), -(-len(one) // _SAMPLES))]
+        weight = max(1.0, sum(few) / len(few))
     return Corpus(
         train=_joined(train, config.weights),
         heldout=_joined(heldout, None) if heldout else None,
@@ -110,8 +105,7 @@ def _prepare(config: TextConfig, own_tokenizer: str | None, option: str) -> _Pre
         return _Prepared(files, set(config.names), own.files() if own else {}, own.end_id if own else lambda: None)
     sources = _sources(config, own_tokenizer, option)
     files = [(source.name, _tokenize_once(source, config.heldout)) for source in sources]
-    paths = {path for source in sources for path in source.paths}
-    return _Prepared(files, paths, sources[0].tokenizer(), sources[0].end)
+    return _Prepared(files, {path for s in sources for path in s.paths}, sources[0].tokenizer(), sources[0].end)
 
 
 def _end_token(config: TextConfig, known: int | None, train: Sequence[Windows]) -> int:
@@ -148,6 +142,8 @@ def _windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
             found=f"{file.train}, and {file.heldout} held out",
             next_step="provide more data, or a smaller --data.seq_len",
         )
+    if file.heldout <= config.seq_len and config.heldout:
+        log.warning("%s: the %d held-out tokens are too few for one sample: no evaluation", name, file.heldout)
     return windows
 
 

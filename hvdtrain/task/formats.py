@@ -19,9 +19,9 @@ from hvdtrain.task.source_files import EXTRA, SourceFile, opened
 
 ROWS_FORMAT = 1  # version of the readers; tokens of others are made again
 
+MISSING = object()
+
 _LONGEST_BYTES = 1 << 28  # of a line; longer ones would need several times as much memory
-_SKIPPED_BYTES = 1 << 20
-_ROWS_AT_ONCE = 100
 
 
 class Row(NamedTuple):
@@ -50,11 +50,11 @@ def read_rows(file: SourceFile, fields: Collection[str]) -> Iterator[Row]:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """Return the value of a field, such as ``meta.text``. Errors: KeyError: there is none."""
+    """Return the value of a field, such as ``meta.text``, or MISSING."""
     if not isinstance(row, Mapping):
-        raise KeyError(name)
+        return MISSING
     head, dot, rest = name.partition(".")
-    return value_of(row[head], rest) if dot and name not in row else row[name]
+    return value_of(row.get(head), rest) if dot and name not in row else row.get(name, MISSING)
 
 
 @dataclass
@@ -77,30 +77,27 @@ class Skipped:
         return f"; left out: {', '.join(found)}" if found else ""
 
 
-def _lines(stream: BinaryIO, path: str) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the place of each line, and its content, or None if it is too long."""
+def _lines(stream: BinaryIO, path: str) -> Iterator[Row]:
+    """Yield each line as bytes; one that is too long is broken."""
     number = 0
     while line := stream.readline(_LONGEST_BYTES + 1):
         number += 1
         is_long = len(line) > _LONGEST_BYTES
         while is_long and line and not line.endswith(b"\n"):
-            line = stream.readline(_SKIPPED_BYTES)
-        yield f"{path}, line {number}", None if is_long else line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"")
-
-
-def _too_long() -> str:
-    return f"a line of more than {_LONGEST_BYTES:,} bytes"
+            line = stream.readline(1 << 20)
+        broken = f"a line of more than {_LONGEST_BYTES:,} bytes" if is_long else ""
+        yield Row(line.removeprefix(codecs.BOM_UTF8 if number == 1 else b""), f"{path}, line {number}", broken)
 
 
 def _json_lines(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
-    for place, line in _lines(stream, path):
-        if line is None:
-            yield Row(None, place, _too_long())
-        elif line.strip():
+    for line in _lines(stream, path):
+        if line.broken:
+            yield line
+        elif line.values.strip():
             try:
-                row = Row(orjson.loads(line), place)
+                row = line._replace(values=orjson.loads(line.values))
             except orjson.JSONDecodeError as error:
-                row = Row(None, place, f"not JSON: {error}")
+                row = line._replace(broken=f"not JSON: {error}")
             yield row
 
 
@@ -108,14 +105,14 @@ def _csv(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
     wrong: list[str] = []  # lines of the current row that are no text
 
     def texts() -> Iterator[str]:
-        for place, line in _lines(stream, path):
-            if line is None:  # where the next row begins is unknown
-                raise DataError(f"{place} cannot be read", found=_too_long(), next_step="correct its quotes")
+        for line in _lines(stream, path):
+            if line.broken:  # where the next row begins is unknown
+                raise DataError(f"{line.place} cannot be read", found=line.broken, next_step="correct its quotes")
             try:
-                yield line.decode("utf-8")
+                yield line.values.decode("utf-8")
             except UnicodeDecodeError:
-                wrong.append(place)
-                yield line.decode("utf-8", "replace")
+                wrong.append(line.place)
+                yield line.values.decode("utf-8", "replace")
 
     csv.field_size_limit(_LONGEST_BYTES)
     reader = csv.reader(texts(), strict=True)
@@ -126,17 +123,15 @@ def _csv(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
         wrong.clear()
         try:
             values = next(reader)
+            broken = "not UTF-8" if wrong else ""
+            if len(values) != len(names):
+                broken = broken or f"{len(values)} fields, but {len(names)} names in the first line"
         except StopIteration:
             return
         except csv.Error as error:
-            yield Row(None, place, f"not CSV: {error}")
-            continue
-        if wrong:
-            yield Row(None, place, "not UTF-8")
-        elif len(values) == len(names):
-            yield Row(dict(zip(names, values, strict=True)), place)
-        elif values:
-            yield Row(None, place, f"{len(values)} fields, but {len(names)} names in the first line")
+            values, broken = [""], f"not CSV: {error}"
+        if values:
+            yield Row(None if broken else dict(zip(names, values, strict=True)), place, broken)
 
 
 def _parquet(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
@@ -146,7 +141,7 @@ def _parquet(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[R
     _check_names(names, path, fields)
     columns = [name for name in fields if name in names or name.partition(".")[0] in names]
     number = 0
-    for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns or None, use_threads=False):
+    for batch in file.iter_batches(100, columns=columns or None, use_threads=False):
         for values in batch.to_pylist():
             number += 1
             yield Row(values, f"{path}, row {number}")

@@ -65,7 +65,8 @@ class TextConfig:
     @property
     def names(self) -> list[str]:
         """The names of files or folders that are given; empty for the standard library."""
-        return _listed(self.text or self.tokens or self.dataset or self.chat)
+        given = self.text or self.tokens or self.dataset or self.chat or []
+        return [given] if isinstance(given, str) else given
 
     @property
     def kind(self) -> str:
@@ -76,10 +77,6 @@ class TextConfig:
         """Return options that train on the validation data, whole."""
         data: dict[str, Any] = {self.kind: self.validation}
         return replace(self, **data, validation=None, heldout=0.0)
-
-
-def _listed(given: list[str] | str | None) -> list[str]:
-    return [given] if isinstance(given, str) else given or []
 
 
 def check_data(config: TextConfig) -> None:
@@ -106,8 +103,7 @@ def check_data(config: TextConfig) -> None:
     if config.field is not None and config.kind != "text":
         raise ConfigError(
             "data.field has no effect",
-            expected="a field with the text of rows, for data.text",
-            found=f"data.{config.kind}",
+            expected=f"a field with the text of rows, for data.text, not data.{config.kind}",
             next_step="omit --data.field",
         )
     if config.validation and (config.weights is not None or config.heldout != TextConfig.heldout):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import ConfigError, DataError, listed
 from hvdtrain.task.encode import Document
-from hvdtrain.task.formats import FORMATS, ROWS_FORMAT, Row, Skipped, read_rows, value_of
+from hvdtrain.task.formats import FORMATS, MISSING, ROWS_FORMAT, Row, Skipped, read_rows, value_of
 from hvdtrain.task.source_files import SourceFile, local_files, opened
 
 if TYPE_CHECKING:
@@ -86,19 +86,18 @@ def text_source(
             found=listed(file.path for file in files),
             next_step="omit it, or end the names of the files in their format",
         )
-    held = set() if rows else _choose_heldout(files, heldout)
-    train = [file for file in files if file not in held]
-    single = _has_single(files)
+    chosen = set() if rows else _choose_heldout(files, heldout)
+
+    def part(*, held: bool) -> Iterator[Ids]:
+        whole = (_whole(file) for file in files if (file in chosen) == held)
+        return encoder.encode(rows.part(held=held) if rows else whole)
+
     identity = [ROWS_FORMAT, name, skips] if rows else []
     return Source(
         name=files[0].name if len(files) == 1 else f"{len(files)} files",
-        identity=[encoder.identity(), *identity, *([*file.identity, file in held] for file in files)],
-        train=lambda: encoder.encode(rows.part(held=False) if rows else map(_whole, train)),
-        heldout=lambda: (
-            encoder.encode(rows.part(held=True) if rows else (_whole(file) for file in files if file in held))
-            if rows or not single
-            else None
-        ),
+        identity=[encoder.identity(), *identity, *([*file.identity, file in chosen] for file in files)],
+        train=lambda: part(held=False),
+        heldout=lambda: part(held=True) if rows or not _has_single(files) else None,
         vocabulary=encoder.vocabulary,
         tokenizer=encoder.files,
         end=encoder.end_id,
@@ -147,33 +146,27 @@ class _Documents:
                 yield _whole(file)
                 continue
             for row in read_rows(file, [self.name]):
-                text, reason, found = self._text(row)
-                if text is not None:
-                    yield Document([text.encode("utf-8", "surrogatepass")], row.place)
-                    continue
-                error = DataError(
-                    f"{row.place} has no text to train on",
-                    expected=f"a text in the field {self.name!r}",
-                    found=found,
-                    next_step="correct the row, choose another field with --data.field, or leave such rows out:"
-                    " --data.on_error skip",
-                )
-                skipped.add(reason, row.place, error)
+                value = value_of(row.values, self.name)
+                if isinstance(value, str):
+                    yield Document([value.encode()], row.place)
+                else:
+                    skipped.add(*self._wrong(row, value))
 
-    def _text(self, row: Row) -> tuple[str | None, str, str]:
-        """Return the text of a row; or None, a kind of reason for a count, and what was found instead."""
+    def _wrong(self, row: Row, value: Any) -> tuple[str, str, DataError]:
+        """Return why a row has no text: a kind of reason, the place and an error."""
+        reason, found = "not text", f"a value of type {type(value).__name__}"
         if row.broken:
-            return None, "broken", row.broken
-        try:
-            value = value_of(row.values, self.name)
-        except KeyError:
-            names = f"the fields {listed(row.values, most=8)}" if isinstance(row.values, Mapping) else "no fields"
-            return None, "without the field", names
-        if isinstance(value, str):
-            return value, "", ""
-        return (
-            (None, "null", "null") if value is None else (None, "not text", f"a value of type {type(value).__name__}")
+            reason, found = "broken", row.broken
+        elif value is MISSING:
+            fields = f"the fields {listed(row.values, most=8)}" if isinstance(row.values, Mapping) else "no fields"
+            reason, found = "without the field", fields
+        elif value is None:
+            reason, found = "null", "null"
+        next_step = (
+            "correct the row, choose another field with --data.field, or leave such rows out: --data.on_error skip"
         )
+        what, expected = f"{row.place} has no text to train on", f"a text in the field {self.name!r}"
+        return reason, row.place, DataError(what, expected=expected, found=found, next_step=next_step)
 
     @cached_property
     def name(self) -> str:

@@ -75,8 +75,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "task/formats.py",
-        '"""Yield the place of each line, and its content, or None if it is too long."""\n    number = 0\n',
-        '"""Yield the place of each line, and its content, or None if it is too long."""\n    number = -1\n',
+        "    number = 0\n    while line",
+        "    number = -1\n    while line",
         "an error names the line before",
         "tests/task/test_formats.py",
     ),
