@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -135,7 +136,7 @@ def test_a_store_has_the_same_documents_and_what_changes_there_is_read_again(
     base = {"memory": f"memory://{tmp_path.name}", "file": f"file://{tmp_path}/www", "http": served}[store]
     _, ending, *compression = name.split(".")
 
-    def put(texts: list[str]) -> None:
+    def put(texts: list[str], at_s: int) -> None:
         for number, part in enumerate((texts[:30], texts[30:])):
             content = "".join(part).encode() if ending == "txt" else WRITERS[ending](rows_of(part))
             content = COMPRESSIONS["".join(f".{each}" for each in compression)](content)
@@ -143,15 +144,16 @@ def test_a_store_has_the_same_documents_and_what_changes_there_is_read_again(
                 fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/{name.format(number)}", content)
             else:
                 (tmp_path / "www" / name.format(number)).write_bytes(content)
+                os.utime(tmp_path / "www" / name.format(number), (at_s, at_s))
 
     monkeypatch.setattr(fsspec.filesystem("http"), "block_size", 64)
-    put(TEXTS)
+    put(TEXTS, 10**9)
     config = TextConfig(text=f"{base}/{name.format('*')}", seq_len=16, heldout=0)
     first = open_corpus(config)
     assert ids(first.train) == plain(["".join(TEXTS[:30]), "".join(TEXTS[30:])] if ending == "txt" else TEXTS)
     assert open_corpus(config).train.file == first.train.file
-    put([*TEXTS, TEXTS[0]])
-    assert len(ids(open_corpus(config).train)) > len(ids(first.train))
+    put([text.replace("word", "drow") for text in TEXTS], 10**9 + 1)  # as many bytes
+    assert ids(open_corpus(config).train) != ids(first.train)
     assert [file.name for file in files_matching([str(config.text)])] == [name.format(0), name.format(1)]
 
 
