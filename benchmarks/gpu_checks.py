@@ -299,8 +299,8 @@ def _models(check: Check) -> dict[str, dict[str, Any]]:
 
 
 def _task(sizes: dict[str, Any]) -> Any:
-    from hvdtrain.task.corpus import TextConfig
     from hvdtrain.task.language_model import ModelConfig, language_model
+    from hvdtrain.task.text_config import TextConfig
 
     torch.manual_seed(0)
     return language_model(ModelConfig(**sizes["model"]), TextConfig(seq_len=sizes["seq_len"]))

@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import default_collate
 
 from hvdtrain import Task
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.image import ImageConfig, ResNetConfig, image
 from hvdtrain.task.language_model import language_model
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import next_token_loss
 
 

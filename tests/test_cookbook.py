@@ -24,6 +24,7 @@ ON_CPUS = [row for row in ROWS if row[1] != "--train.micro_batch auto"]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all that the rows name."""
+    import pyarrow.parquet
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("cookbook")
@@ -35,6 +36,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     talk = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     (folder / "talks").mkdir()
     (folder / "talks" / "a.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 200)
+    (folder / "rows").mkdir()
+    (folder / "rows" / "a.jsonl").write_text(json.dumps({"text": "some words " * 400}) + "\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["some words " * 40]}), folder / "valid.parquet")
     (folder / "mine.py").write_text(CALLBACK)
     (folder / "frozen.py").write_text(FROZEN)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -44,7 +48,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_rows_are_found() -> None:
-    assert len(ON_CPUS) == len(ROWS) - 1 == 21
+    assert len(ON_CPUS) == len(ROWS) - 1 == 22
 
 
 @pytest.mark.slow

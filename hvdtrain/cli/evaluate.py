@@ -29,7 +29,7 @@ examples:
   hvdtrain evaluate runs/NAME
   hvdtrain evaluate runs/NAME/checkpoints/step-000100 --split train
   hvdtrain evaluate copies/step-000100 --config copies/config.yaml
-  hvdtrain evaluate runs/NAME --data.text 'other/**/*.txt' --data.heldout 0.5
+  hvdtrain evaluate runs/NAME --data.validation 'other/**/*.txt'
   hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
   hvdtrain evaluate runs/NAME --tasks arc_easy,hellaswag --samples 100

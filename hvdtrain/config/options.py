@@ -19,7 +19,7 @@ _TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str:
 _METAVARS = {
     **dict.fromkeys(("run_dir", "model.from", "data.dataset"), "DIR"),
     **dict.fromkeys(("model.config", "data.tokens", "data.tokenizer"), "FILE"),
-    **dict.fromkeys(("data.text", "data.chat"), "GLOB"),
+    **dict.fromkeys(("data.text", "data.chat", "data.validation"), "GLOB"),
     **dict.fromkeys(("observe.timeline", "observe.profile"), "STEPS"),
     "resume": "CHECKPOINT",
     "parallel.compression": "NAME",

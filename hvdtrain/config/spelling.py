@@ -54,6 +54,8 @@ ELSEWHERE: Mapping[str, str] = {
     "--data.seq_len": "seq_len seq_length max_length max_seq_length block_size context_length",
     "--data.weights": "interleave_probs dataset_mixer dataset_weights data_weights",
     "--data.documents": "packing reset_position_ids reset_attention_mask",
+    "--data.validation": "validation_file eval_file eval_data eval_dataset",
+    "--data.field": "text_column text_field dataset_text_field",
     "--data.tokenizer": "tokenizer tokenizer_name tokenizer_path",
 }
 """Options, and what Horovod's examples, Transformers, Lightning, DeepSpeed and Megatron call them."""

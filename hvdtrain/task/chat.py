@@ -1,4 +1,4 @@
-"""Conversations of JSONL files as samples of a fixed length, by the chat template of a tokenizer.
+"""Conversations of files as samples of a fixed length, by the chat template of a tokenizer.
 
 A sample has several whole conversations, with marks of first and counted tokens: those of the assistant. trl's packing
 is not used: it makes a dataset of lists in memory and on the disk.
@@ -15,12 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import orjson
-
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.task.base import import_library
 from hvdtrain.task.encode import END_TOKENS, SETTINGS, ByteEncoder, Encoder, settings
-from hvdtrain.task.text_sources import Source, TextFile, unreadable
+from hvdtrain.task.formats import Row, Skipped, read_rows
+from hvdtrain.task.source_files import SourceFile
+from hvdtrain.task.text_sources import Source, is_held
 from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
 
 if TYPE_CHECKING:
@@ -49,52 +49,48 @@ class Conversation(NamedTuple):
     place: str
 
 
-def read_conversations(files: Iterable[Path]) -> Iterator[Conversation]:
-    """Yield the conversation of each line that is not blank.
+def read_conversations(files: Iterable[SourceFile], skipped: Skipped) -> Iterator[Conversation]:
+    """Yield the conversation of each row.
 
-    A line has `messages`, or `prompt` and `completion`: the texts of one user and one assistant message.
+    It has `messages`, or `prompt` and `completion`: the texts of one user and one assistant message.
 
-    Errors: DataError: a file cannot be read, or a line is no conversation; the message names file and line.
+    Errors: DataError: a file cannot be read, or a row is no conversation and may not be left out.
     """
-    for path in files:
+    for row in (row for file in files for row in read_rows(file, ("messages", "prompt", "completion", "tools"))):
         try:
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield Conversation(_messages(line, path, number), f"{path}, line {number}")
-        except OSError as error:
-            raise unreadable(path, error, "--data.chat") from error
+            conversation = Conversation(_messages(row), row.place)
+        except DataError as error:
+            skipped.add("no conversation", row.place, error)
+        else:
+            yield conversation
 
 
-def _messages(line: bytes, path: Path, number: int) -> list[Message]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise _wrong(path, number, str(error)) from error
-    if not isinstance(row, dict):
-        raise _wrong(path, number, type(row).__name__)
+def _messages(read: Row) -> list[Message]:
+    row, place = read.values, read.place
+    if read.broken or not isinstance(row, dict):
+        raise _wrong(place, read.broken or type(row).__name__)
     if row.get("tools"):
-        raise _wrong(path, number, "tools, which are not supported")
+        raise _wrong(place, "tools, which are not supported")
     if "messages" not in row and {"prompt", "completion"} <= row.keys():
         texts = row["prompt"], row["completion"]
         row["messages"] = [{"role": r, "content": t} for r, t in zip(("user", "assistant"), texts, strict=True)]
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _wrong(path, number, "no messages" if messages else ", ".join(row) or "an empty object")
+        raise _wrong(place, "no messages" if messages else ", ".join(row) or "an empty object")
     for position, message in enumerate(messages, 1):
         found = message if isinstance(message, dict) else {}
         for key in ("role", "content"):
             if not isinstance(found.get(key), str):
-                raise _wrong(path, number, f"message {position} without a text as {key}")
+                raise _wrong(place, f"message {position} without a text as {key}")
     return messages
 
 
-def _wrong(path: Path, number: int, found: str) -> DataError:
+def _wrong(place: str, found: str) -> DataError:
     return DataError(
-        f"{path}, line {number} is not a conversation",
+        f"{place} is not a conversation",
         expected="a JSON object with messages (a list of objects with role and content), or with prompt and completion",
         found=found,
-        next_step="correct or remove the line",
+        next_step="correct or remove the line, or leave such lines out: --data.on_error skip",
     )
 
 
@@ -208,37 +204,41 @@ class ChatEncoder:
         return found
 
 
-def chat_source(files: Sequence[TextFile], encoder: Encoder, heldout: float, seq_len: int) -> Source:
+def chat_source(
+    files: Sequence[SourceFile], encoder: Encoder, heldout: float, seq_len: int, *, skips: bool = False
+) -> Source:
     """Make a source of samples, each of seq_len + 1 ids with marks.
 
     The fraction `heldout` of the conversations is held out, evenly spread. A longer conversation loses its end. One
-    without a counted token is left out.
+    without a counted token is left out. `skips`: so are rows that are no conversation, otherwise they are refused.
     """
     tokenizer = chat_files(encoder)
     digest = hashlib.sha256()
     for part, content in sorted(tokenizer.items()):
         digest.update(f"{part} {len(content)} ".encode() + content)
-    rows = _Rows(files, ChatEncoder(tokenizer), heldout, seq_len + 1)
+    rows = _Rows(files, ChatEncoder(tokenizer), heldout, seq_len + 1, Skipped(skips))
     return Source(
         name=files[0].name if len(files) == 1 else f"{len(files)} files",
         identity=[
-            "chat", _FORMAT, seq_len, digest.hexdigest(), *([str(f.path), f.size_bytes, f.changed_ns] for f in files)
+            "chat", _FORMAT, seq_len, digest.hexdigest(), *(["skips"] if skips else []), *(f.identity for f in files)
         ],
         train=lambda: rows.ids(held=False),
         heldout=lambda: rows.ids(held=True),
         vocabulary=lambda: rows.encoder.vocabulary() << MARKS,
         tokenizer=lambda: tokenizer,
         end=lambda: None,
+        paths=[file.path for file in files],
         note=rows.note,
     )  # fmt: skip
 
 
 @dataclass
 class _Rows:
-    files: Sequence[TextFile]
+    files: Sequence[SourceFile]
     encoder: ChatEncoder
     heldout: float
     length: int
+    skipped: Skipped
     truncated: int = field(default=0, init=False)
     dropped: int = field(default=0, init=False)
     used: int = field(default=0, init=False)
@@ -250,7 +250,7 @@ class _Rows:
             text += f", {self.truncated:,} of them truncated to {self.length:,} tokens"
         if self.dropped:
             text += f"; {self.dropped:,} without a token of the assistant are left out"
-        return text
+        return text + self.skipped.note()
 
     def ids(self, *, held: bool) -> Iterator[Ids]:
         """Yield samples of conversations that are held out, or of the others: (length,)."""
@@ -267,10 +267,16 @@ class _Rows:
             yield np.asarray(_padded(row, self.length), np.int64)
 
     def _encoded(self, held: bool) -> Iterator[Encoded]:
-        for number, conversation in enumerate(read_conversations(file.path for file in self.files)):
-            if (int((number + 1) * self.heldout) > int(number * self.heldout)) != held:
+        skipped = Skipped(self.skipped.allowed) if held else self.skipped
+        read = read_conversations(self.files, skipped) if self.heldout or not held else ()
+        for number, conversation in enumerate(read):
+            if is_held(number, self.heldout) != held:
                 continue
-            whole = self.encoder.encode(conversation)
+            try:
+                whole = self.encoder.encode(conversation)
+            except DataError as error:
+                self.skipped.add("refused by the chat template", conversation.place, error)
+                continue
             kept = Encoded(whole.ids[: self.length], whole.counted[: self.length])
             if any(kept.counted):
                 self.used += 1

@@ -1,4 +1,4 @@
-"""Training data of a language model: its options, and the windows of tokens that they select."""
+"""Training data of a language model: the windows of tokens that its options select."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import ConfigError, DataError, listed
 from hvdtrain.task.chat import chat_source
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
 from hvdtrain.task.once_per_host import once_per_host
-from hvdtrain.task.text_sources import Source, files_matching, hub_advice, standard_library, text_source
+from hvdtrain.task.source_files import files_matching, hub_advice
+from hvdtrain.task.text_config import TextConfig, check_data
+from hvdtrain.task.text_sources import Source, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
 from hvdtrain.task.token_loss import COUNTED, MARKS
 
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder, Ids
 
 
-_KINDS = ("text", "tokens", "dataset", "chat")
-
 log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 24  # tokens of a source to look for the end of a document in
@@ -35,85 +35,6 @@ _LOOKED_AT = 1 << 24  # tokens of a source to look for the end of a document in
 _PROGRESS_S = 10.0  # seconds between reports while text is tokenized
 
 _SAMPLES = 64  # samples of a source from which the typical number of tokens with a loss is computed
-
-
-@dataclass(frozen=True)
-class TextConfig:
-    """Training data. The default is the source code of Python's standard library, as bytes.
-
-    Attributes:
-        text: train on text files: names or quoted patterns such as 'books/**/*.txt'. Some of the files are held out,
-            or the end of the file if there is only one (default: source code of Python's standard library)
-        tokens: train on token ids: .npy files with one dimension of integers. The end of each is held out (default: use
-            data.text)
-        dataset: train on folders written by datasets' save_to_disk, with a column text or input_ids. The validation or
-            test split is held out, otherwise the end (default: use data.text)
-        chat: train the assistant's turns of conversations: JSONL files with messages, or prompt and completion, by the
-            tokenizer's chat template. Samples are whole conversations, and some of them are held out (default: use
-            data.text)
-        weights: fraction of samples from each name in the option of the data, as [0.7, 0.3]; smaller sources repeat
-            (default: each sample once per epoch)
-        tokenizer: tokenizer.json for the text (default: the tokenizer of model.from, otherwise each byte is a
-            token)
-        documents: what a token sees of its sample: joined, all tokens before it; separate, those of its own document
-            or conversation, and positions restart with each (default: separate for data.chat, otherwise joined)
-        end_token: id of the last token of each document, for data.documents separate (default: that of the tokenizer)
-        seq_len: tokens per sample, and the weight of a sample in the loss
-        heldout: fraction of the data to hold out for evaluation
-    """
-
-    text: list[str] | str | None = None
-    tokens: list[str] | str | None = None
-    dataset: list[str] | str | None = None
-    chat: list[str] | str | None = None
-    weights: list[float] | None = None
-    tokenizer: str | None = None
-    documents: Literal["joined", "separate"] | None = None
-    end_token: int | None = None
-    seq_len: int = 128
-    heldout: float = 0.05
-
-    @property
-    def separate(self) -> bool:
-        """Whether documents do not see each other."""
-        return self.documents == "separate" or (self.documents is None and bool(self.chat))
-
-    @property
-    def names(self) -> list[str]:
-        """The names of files or folders that are given; empty for the standard library."""
-        given = self.text or self.tokens or self.dataset or self.chat or []
-        return [given] if isinstance(given, str) else given
-
-
-def check_data(config: TextConfig) -> None:
-    """Check that options of the data have valid values, and do not conflict. Errors: ConfigError, DataError."""
-    given = [name for name in _KINDS if getattr(config, name)]
-    if len(given) > 1:
-        raise ConfigError(
-            "more than one kind of data is set",
-            expected=f"one of {', '.join(f'data.{name}' for name in _KINDS)}, or none for the standard library",
-            found=" and ".join(f"data.{name}" for name in given),
-        )
-    if config.tokens and config.tokenizer:
-        raise ConfigError(
-            "data.tokens and data.tokenizer conflict",
-            expected="a tokenizer only for text; data.tokens contains ids",
-            next_step="omit --data.tokenizer",
-        )
-    if config.end_token is not None and (config.chat or not config.separate):
-        raise ConfigError(
-            "data.end_token has no effect",
-            expected="an end token only if documents, not conversations, are separate",
-            next_step="add --data.documents separate, or omit --data.end_token",
-        )
-    if config.weights is not None:
-        from hvdtrain.data.mixture import whole_weights
-
-        whole_weights(config.weights, len(config.names) or 1)
-    if config.seq_len < 1:
-        raise ConfigError("invalid --data.seq_len", expected="1 or more", found=str(config.seq_len))
-    if not 0 <= config.heldout < 1:
-        raise ConfigError("invalid --data.heldout", expected="0 or more, and less than 1", found=str(config.heldout))
 
 
 @dataclass(frozen=True)
@@ -139,21 +60,19 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     Errors: ConfigError: options conflict; DataError: data is missing, unreadable, empty or too short.
     """
     check_data(config)
-    tokenizer: Mapping[str, bytes]
-    end: Callable[[], int | None]
-    if config.tokens:
-        prepared = [(name, _describe_npy_once(name, config.heldout)) for name in config.names]
-        own = TokenizerEncoder(own_tokenizer) if own_tokenizer else None
-        tokenizer, end = (own.files(), own.end_id) if own else ({}, lambda: None)
-    else:
-        sources = _sources(config, own_tokenizer)
-        prepared = [(source.name, _tokenize_once(source, config.heldout)) for source in sources]
-        tokenizer, end = sources[0].tokenizer(), sources[0].end
-    train = [_train_windows(name, file, config) for name, file in prepared]
-    kind = Rows if config.chat else Windows
-    heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in prepared]
+    training = replace(config, heldout=0.0) if config.validation else config
+    own = _prepare(training, own_tokenizer, f"--data.{config.kind}")
+    train = [_windows(*each, training) for each in own.files]
+    kind, files = (Rows if config.chat else Windows), own.files
+    heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in files]
     heldout = [windows for windows in heldout if len(windows)]
-    digests = [file.digest for _, file in prepared] + ([str(config.weights)] if config.weights else [])
+    if config.validation:
+        other = _prepare(config.validating(), own_tokenizer, "--data.validation")
+        heldout = [_windows(*each, training) for each in other.files]
+        files = [*files, *other.files]
+        if common := own.paths & other.paths:
+            log.warning("--data.validation is trained on, too: %s", listed(sorted(common)))
+    digests = [file.digest for _, file in files] + ([str(config.weights)] if config.weights else [])
     weight = float(config.seq_len)
     if config.chat:  # the mean of a few samples of each source
         few = [int((one[i] & COUNTED).sum()) for one in train for i in range(0, len(one), -(-len(one) // _SAMPLES))]
@@ -161,14 +80,32 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     return Corpus(
         train=_joined(train, config.weights),
         heldout=_joined(heldout, None) if heldout else None,
-        vocabulary=max(file.vocabulary for _, file in prepared) >> (MARKS if config.chat else 0),
+        vocabulary=max(file.vocabulary for _, file in files) >> (MARKS if config.chat else 0),
         nominal_weight=weight,
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
-        tokenizer=tokenizer,
-        end=_end_token(config, end(), train) if config.separate and not config.chat else None,
+        tokenizer=own.tokenizer,
+        end=_end_token(config, own.end(), train) if config.separate and not config.chat else None,
         is_chat=bool(config.chat),
-        note="; ".join(f"{name}: {file.note}" for name, file in prepared if file.note),
+        note="; ".join(f"{name}: {file.note}" for name, file in files if file.note),
     )
+
+
+class _Prepared(NamedTuple):
+    files: list[tuple[str, TokenFile]]  # of each source, with its name
+    paths: Set[str]  # of the files or folders that were read
+    tokenizer: Mapping[str, bytes]
+    end: Callable[[], int | None]
+
+
+def _prepare(config: TextConfig, own_tokenizer: str | None, option: str) -> _Prepared:
+    """Tokenize the data that `option` names, once per host."""
+    if config.tokens:
+        files = [(name, _describe_npy_once(name, config.heldout, option)) for name in config.names]
+        own = TokenizerEncoder(own_tokenizer) if own_tokenizer else None
+        return _Prepared(files, set(config.names), own.files() if own else {}, own.end_id if own else lambda: None)
+    sources = _sources(config, own_tokenizer, option)
+    files = [(source.name, _tokenize_once(source, config.heldout)) for source in sources]
+    return _Prepared(files, {path for s in sources for path in s.paths}, sources[0].tokenizer(), sources[0].end)
 
 
 def _end_token(config: TextConfig, known: int | None, train: Sequence[Windows]) -> int:
@@ -195,37 +132,37 @@ def _joined(parts: Sequence[Dataset[Any]], weights: list[float] | None) -> Datas
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
-def _train_windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
-    train = (Rows if config.chat else Windows)(file, 0, file.train, config.seq_len)
-    if not len(train):
+def _windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
+    """Return all windows that are not held out. Errors: DataError: there is none."""
+    windows = (Rows if config.chat else Windows)(file, 0, file.train, config.seq_len)
+    if not len(windows):
         raise DataError(
             f"there are too few tokens in {name}",
-            expected=f"at least {config.seq_len + 1} to train on, one more than data.seq_len",
+            expected=f"at least {config.seq_len + 1}, one more than data.seq_len",
             found=f"{file.train}, and {file.heldout} held out",
             next_step="provide more data, or a smaller --data.seq_len",
         )
     if file.heldout <= config.seq_len and config.heldout:
         log.warning("%s: the %d held-out tokens are too few for one sample: no evaluation", name, file.heldout)
-    return train
+    return windows
 
 
-def _sources(config: TextConfig, own_tokenizer: str | None) -> list[Source]:
+def _sources(config: TextConfig, own_tokenizer: str | None, option: str) -> list[Source]:
     tokenizer = config.tokenizer or own_tokenizer
     encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
     if config.dataset:
-        return [dataset_source(name, encoder, wants_text=bool(config.tokenizer)) for name in config.names]
+        return [dataset_source(name, encoder, option, wants_text=bool(config.tokenizer)) for name in config.names]
     if config.text or config.chat:
         groups = [[name] for name in config.names] if config.weights is not None else [config.names]
-        return _file_sources(config, groups, encoder)
+        return _file_sources(config, groups, encoder, option)
     return [replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")]
 
 
-def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder) -> list[Source]:
+def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder, option: str) -> list[Source]:
     """Make a source of each group of patterns. A file in two of them could be held out in one only."""
-    option = "--data.chat" if config.chat else "--data.text"
-    listed = [files_matching(patterns, option) for patterns in groups]
-    seen: dict[Path, int] = {}
-    for number, files in enumerate(listed):
+    listed_files = [files_matching(patterns, option) for patterns in groups]
+    seen: dict[str, int] = {}
+    for number, files in enumerate(listed_files):
         for file in files:
             if (other := seen.setdefault(file.path, number)) != number:
                 raise ConfigError(
@@ -234,9 +171,10 @@ def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder)
                     found=f"{file.path} matches {groups[other][0]!r} and {groups[number][0]!r}",
                     next_step=f"make the patterns of {option} narrower",
                 )
+    skips = config.on_error == "skip"
     if config.chat:
-        return [chat_source(files, encoder, config.heldout, config.seq_len) for files in listed]
-    return [text_source(files, encoder, config.heldout) for files in listed]
+        return [chat_source(files, encoder, config.heldout, config.seq_len, skips=skips) for files in listed_files]
+    return [text_source(files, encoder, config.heldout, name=config.field, skips=skips) for files in listed_files]
 
 
 def _tokenize_once(source: Source, heldout: float) -> TokenFile:
@@ -266,7 +204,7 @@ def _with_progress(pieces: Iterable[Ids], what: str) -> Iterator[Ids]:
             reported = now
 
 
-def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:
+def _describe_npy_once(tokens: str, heldout: float, option: str) -> TokenFile:
     path = Path(tokens).expanduser().resolve()
     try:
         about = path.stat()
@@ -275,7 +213,7 @@ def _describe_npy_once(tokens: str, heldout: float) -> TokenFile:
             f"cannot read the tokens {tokens!r}",
             expected="a .npy file of token ids",
             found=f"{error.strerror}; working directory {Path.cwd()}",
-            next_step=hub_advice(tokens) or "correct --data.tokens",
+            next_step=hub_advice(tokens) or f"correct {option}",
         ) from error
     return _cached(
         lambda folder: describe_npy(path, heldout).save(folder), [str(path), about.st_size, about.st_mtime_ns, heldout]

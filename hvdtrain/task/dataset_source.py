@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.base import import_library
 from hvdtrain.task.encode import Document, TokenizerEncoder
-from hvdtrain.task.text_sources import Source, hub_advice
+from hvdtrain.task.source_files import hub_advice
+from hvdtrain.task.text_sources import Source
 
 if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder, Ids
@@ -21,7 +22,7 @@ _EXPECTED = "a folder written by datasets' save_to_disk, with a column text or i
 _ROWS = 1000
 
 
-def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source:
+def dataset_source(folder: str, encoder: Encoder, option: str, *, wants_text: bool) -> Source:
     """Read the ids in column `input_ids`, or encode the column `text`.
 
     Of a DatasetDict, `train` is for training, and `validation`, otherwise `test`, is held out. Without these, the
@@ -36,7 +37,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
             f"there is no dataset in {folder!r}",
             expected=_EXPECTED,
             found=f"no files; working directory {Path.cwd()}",
-            next_step=hub_advice(folder) or "correct --data.dataset",
+            next_step=hub_advice(folder) or f"correct {option}",
         )
     rows = _Rows(path, encoder, wants_text)
     about = [(file, file.stat()) for file in files]
@@ -52,6 +53,7 @@ def dataset_source(folder: str, encoder: Encoder, *, wants_text: bool) -> Source
         vocabulary=rows.vocabulary,
         tokenizer=rows.tokenizer,
         end=rows.end,
+        paths=[str(path.resolve())],
     )
 
 

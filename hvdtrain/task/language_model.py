@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.task.base import Loss, Metrics, SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.lora import add_adapters, parse_lora
 from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
 from hvdtrain.task.sequence import choose_attention, divide_attention
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import (
     MtpLoss,
     Targets,

@@ -1,44 +1,40 @@
-"""The documents of a corpus: source files of the standard library, or the user's files."""
+"""The documents of a corpus: source files of the standard library, or the user's files, whole or row by row."""
 
 from __future__ import annotations
 
 import codecs
-import glob
 import hashlib
 import os
-import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError, listed
 from hvdtrain.task.encode import Document
+from hvdtrain.task.formats import FORMATS, MISSING, ROWS_FORMAT, Row, Skipped, read_rows, value_of
+from hvdtrain.task.source_files import SourceFile, local_files, opened
 
 if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder, Ids
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_FILE_TYPES = {".txt", ".md", ".py", ".json", ".jsonl", ".npy", ".parquet", ".csv"}
-_TO_DATASET = (
-    "datasets.load_dataset('{kind}', data_files='{path}').save_to_disk('OUT') in Python, then --data.dataset OUT"
-)
+_FIELDS = ("text", "content")  # names of the field with the text; the first one in a row is used
 _MARKS = {  # longer ones first, because one begins with a shorter one
     codecs.BOM_UTF32_LE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
     codecs.BOM_UTF32_BE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
     codecs.BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
     codecs.BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
-    b"\x1f\x8b": ("gzip", "gunzip '{path}'"),
-    b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd '{path}'"),
+    b"\x1f\x8b": ("gzip", "gunzip '{path}'; or end its name in .gz"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd '{path}'; or end its name in .zst"),
     b"\xfd7zXZ": ("xz", "unxz '{path}'"),
     b"PK\3\4": ("zip", "unzip '{path}'"),
     b"%PDF-": ("PDF", "pdftotext '{path}'"),
-    b"PAR1": ("Parquet", _TO_DATASET.replace("{kind}", "parquet")),
+    b"PAR1": ("Parquet", "end its name in .parquet"),
 }
-_JSON_LINES = {".jsonl", ".ndjson"}
 
 
 @dataclass(frozen=True)
@@ -52,20 +48,11 @@ class Source:
     vocabulary: Callable[[], int]  # returns one more than the largest id; called when the ids are written
     tokenizer: Callable[[], Mapping[str, bytes]]  # its files for transformers, by name; empty if unknown
     end: Callable[[], int | None]  # returns the id after each document; None if there is none, or it is unknown
+    paths: Sequence[str] = ()  # of the files or folders that are read
     note: Callable[[], str] = str  # returns a line about the ids after they have been written
 
 
-@dataclass(frozen=True)
-class TextFile:
-    """A file. Its name is relative to the common folder of all files, so it is the same on every host."""
-
-    path: Path
-    name: str
-    size_bytes: int
-    changed_ns: int
-
-
-def standard_library() -> list[TextFile]:
+def standard_library() -> list[SourceFile]:
     """List the source files of the interpreter's standard library without its tests, by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -78,92 +65,133 @@ def standard_library() -> list[TextFile]:
             expected=f"*.py in {folder}",
             next_step="use your own text: --data.text 'FILES'",
         )
-    return _text_files(files, folder)
+    return local_files(files)
 
 
-def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list[TextFile]:
-    """List the files that match any of the patterns of an option, which may contain **, by name.
-
-    Errors: DataError: a pattern matches no file, a file is not accessible, or all files are empty.
-    """
-    files: set[Path] = set()
-    for pattern in patterns:
-        names = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute)
-        found = [path for path in map(Path.resolve, map(Path, names)) if path.is_file()]
-        if not found:
-            raise DataError(
-                f"no file matches {pattern!r}",
-                expected="files, by name or by a pattern such as 'books/**/*.txt' in quotes",
-                found=f"nothing; working directory {Path.cwd()}",
-                next_step=hub_advice(pattern) or f"correct {option}",
-            )
-        files.update(found)
-    folder = Path(os.path.commonpath([path.parent for path in files]))
-    described = _text_files(sorted(files), folder)
-    if not sum(file.size_bytes for file in described):
-        raise DataError(
-            "the text is empty",
-            expected="text to train on",
-            found=f"{len(described)} file(s) of 0 bytes in {folder}",
-            next_step=f"correct {option}",
-        )
-    return described
-
-
-def hub_advice(name: str) -> str:
-    """Return how to get a data set, if a name looks like one of the Hugging Face Hub, otherwise an empty text."""
-    if not _HUB_ID.fullmatch(name) or Path(name).suffix in _FILE_TYPES:
-        return ""
-    return (
-        f"for a data set of the Hugging Face Hub: hf download {name} --repo-type dataset --local-dir DIR. Then use"
-        " --data.text 'DIR/**/*.txt' or --data.chat 'DIR/**/*.jsonl'; Parquet files are converted in Python:"
-        " datasets.load_dataset('DIR').save_to_disk('OUT'), then --data.dataset OUT"
-    )
-
-
-def _text_files(paths: list[Path], folder: Path) -> list[TextFile]:
-    files = []
-    for path in paths:
-        try:
-            about = path.stat()
-        except OSError as error:
-            raise unreadable(path, error) from error
-        files.append(TextFile(path, path.relative_to(folder).as_posix(), about.st_size, about.st_mtime_ns))
-    return sorted(files, key=lambda file: file.name)
-
-
-def text_source(files: list[TextFile], encoder: Encoder, heldout: float) -> Source:
+def text_source(
+    files: list[SourceFile], encoder: Encoder, heldout: float, *, name: str | None = None, skips: bool = False
+) -> Source:
     """Make a source that holds out whole files, by a hash of their name, or the end of a single file.
 
-    Errors: DataError: a file is JSON.
+    With files of rows, it holds out whole documents, evenly spread. `name`: of the field with the text, if it is known.
+    `skips`: rows without a text are left out, otherwise refused.
+
+    Errors: ConfigError: a field is named, but there are no rows.
     """
-    for file in files:
-        if file.path.suffix in _JSON_LINES:
-            raise DataError(
-                f"{file.path} is JSON, not plain text",
-                expected="text; the model would learn JSON's names and quotes, too",
-                next_step=f"for its field text: {_TO_DATASET.format(kind='json', path=file.path)}; for conversations:"
-                " --data.chat; to train on JSON itself, end its name in .txt",
-            )
-    held = _choose_heldout(files, heldout)
-    train = [file for file in files if file not in held]
-    single = _has_single(files)
+    rows = _Documents(files, name, heldout, Skipped(skips)) if any(map(_has_rows, files)) else None
+    if name and not rows:
+        raise ConfigError(
+            f"--data.field {name} has no effect",
+            expected=f"files with rows: {', '.join(FORMATS)}",
+            found=listed(file.path for file in files),
+            next_step="omit it, or end the names of the files in their format",
+        )
+    chosen = set() if rows else _choose_heldout(files, heldout)
+
+    def part(*, held: bool) -> Iterator[Ids]:
+        whole = (_whole(file) for file in files if (file in chosen) == held)
+        return encoder.encode(rows.part(held=held) if rows else whole)
+
+    identity = [ROWS_FORMAT, name, skips] if rows else []
     return Source(
         name=files[0].name if len(files) == 1 else f"{len(files)} files",
-        identity=[encoder.identity(), *([str(f.path), f.size_bytes, f.changed_ns, f in held] for f in files)],
-        train=lambda: _encoded(train, encoder),
-        heldout=lambda: None if single else _encoded([f for f in files if f in held], encoder),
+        identity=[encoder.identity(), *identity, *([*file.identity, file in chosen] for file in files)],
+        train=lambda: part(held=False),
+        heldout=lambda: part(held=True) if rows or not _has_single(files) else None,
         vocabulary=encoder.vocabulary,
         tokenizer=encoder.files,
         end=encoder.end_id,
+        paths=[file.path for file in files],
+        note=rows.note if rows else str,
     )
 
 
-def _has_single(files: list[TextFile]) -> bool:
+def is_held(number: int, share: float) -> bool:
+    """Return whether a document is held out: `share` of them, evenly spread."""
+    return int((number + 1) * share) > int(number * share)
+
+
+def _has_rows(file: SourceFile) -> bool:
+    return file.endings[0] in FORMATS
+
+
+@dataclass
+class _Documents:
+    """The documents of files: whole files, and the texts of rows."""
+
+    files: list[SourceFile]
+    given: str | None
+    heldout: float
+    skipped: Skipped
+    count: int = field(default=0, init=False)
+
+    def note(self) -> str:
+        """Return what was read and what was left out, after all documents to train on have been read."""
+        guessed = "" if self.given else " (guessed, see --data.field)"
+        return f"{self.count:,} documents, by field {self.name!r}{guessed}{self.skipped.note()}"
+
+    def part(self, *, held: bool) -> Iterator[Document]:
+        """Yield the documents that are held out, or the others. The others count what is left out."""
+        skipped = Skipped(self.skipped.allowed) if held else self.skipped
+        count = 0
+        for document in self._all(skipped) if self.heldout or not held else ():
+            if is_held(count, self.heldout) == held:
+                yield document
+            count += 1
+        self.count = max(self.count, count)
+
+    def _all(self, skipped: Skipped) -> Iterator[Document]:
+        for file in self.files:
+            if not _has_rows(file):
+                yield _whole(file)
+                continue
+            for row in read_rows(file, [self.name]):
+                value = value_of(row.values, self.name)
+                if isinstance(value, str):
+                    yield Document([value.encode()], row.place)
+                else:
+                    skipped.add(*self._wrong(row, value))
+
+    def _wrong(self, row: Row, value: Any) -> tuple[str, str, DataError]:
+        """Return why a row has no text: a kind of reason, the place and an error."""
+        reason, found = "not text", f"a value of type {type(value).__name__}"
+        if row.broken:
+            reason, found = "broken", row.broken
+        elif value is MISSING:
+            fields = f"the fields {listed(row.values, most=8)}" if isinstance(row.values, Mapping) else "no fields"
+            reason, found = "without the field", fields
+        elif value is None:
+            reason, found = "null", "null"
+        next_step = (
+            "correct the row, choose another field with --data.field, or leave such rows out: --data.on_error skip"
+        )
+        what, expected = f"{row.place} has no text to train on", f"a text in the field {self.name!r}"
+        return reason, row.place, DataError(what, expected=expected, found=found, next_step=next_step)
+
+    @cached_property
+    def name(self) -> str:
+        """The name of the field with the text: given, or guessed from the first row that is not broken."""
+        if self.given:
+            return self.given
+        rows = (row for file in self.files if _has_rows(file) for row in read_rows(file, ()))
+        row = next((row for row in rows if isinstance(row.values, Mapping)), Row({}, self.files[0].path))
+        texts = [name for name, value in row.values.items() if isinstance(value, str)]
+        known = [name for name in _FIELDS if name in row.values]
+        if known or len(texts) == 1:
+            return known[0] if known else texts[0]
+        raise DataError(
+            f"the field with the text is unknown in {row.place}",
+            expected=f"the field {' or '.join(_FIELDS)}, or a single one with text",
+            found=f"the fields {listed(row.values, most=8)}" if row.values else "no row with fields",
+            next_step="use --data.field NAME, or --data.chat for conversations",
+        )
+
+
+def _has_single(files: list[SourceFile]) -> bool:
     return sum(file.size_bytes > 0 for file in files) == 1
 
 
-def _choose_heldout(files: list[TextFile], share: float) -> set[TextFile]:
+def _choose_heldout(files: list[SourceFile], share: float) -> set[SourceFile]:
     """Choose files by their hashed names: never all with text, and at least one with text if `share` is not 0."""
     if _has_single(files) or not share:
         return set()
@@ -182,38 +210,25 @@ def _hash01(name: str) -> float:
     return int.from_bytes(digest[:7], "big") / (1 << 56)
 
 
-def _encoded(files: list[TextFile], encoder: Encoder) -> Iterator[Ids]:
-    return encoder.encode(Document(_pieces(file.path), str(file.path)) for file in files)
+def _whole(file: SourceFile) -> Document:
+    return Document(_pieces(file), file.path)
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
+def _pieces(file: SourceFile) -> Iterator[bytes]:
     """Yield the content of a text file. Errors: DataError: it cannot be read, or is not text."""
     at_bytes = 0
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(_PIECE_BYTES):
-                begins = () if at_bytes else [about for mark, about in _MARKS.items() if piece.startswith(mark)]
-                if begins or b"\0" in piece:
-                    mark, convert = next(iter(begins), ("", "iconv -f UTF-16LE -t UTF-8"))
-                    raise DataError(
-                        f"{path} is not text that can be trained on",
-                        expected="UTF-8, or another encoding without zero bytes",
-                        found=f"{mark}, according to its first bytes"
-                        if mark
-                        else f"a zero byte at {at_bytes + piece.index(0)}: a binary file, or UTF-16 without its mark",
-                        next_step=f"convert it ({convert.format(path=path)}), or exclude it from --data.text",
-                    )
-                yield piece
-                at_bytes += len(piece)
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError, option: str = "--data.text") -> DataError:
-    """Return the error for a file that `option` names."""
-    return DataError(
-        f"cannot read the file {path}",
-        expected="a readable file",
-        found=error.strerror,
-        next_step=f"check its permissions, or exclude it from {option}",
-    )
+    with opened(file) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            begins = () if at_bytes else [about for mark, about in _MARKS.items() if piece.startswith(mark)]
+            if begins or b"\0" in piece:
+                mark, convert = next(iter(begins), ("", "iconv -f UTF-16LE -t UTF-8"))
+                raise DataError(
+                    f"{file.path} is not text that can be trained on",
+                    expected="UTF-8, or another encoding without zero bytes",
+                    found=f"{mark}, according to its first bytes"
+                    if mark
+                    else f"a zero byte at {at_bytes + piece.index(0)}: a binary file, or UTF-16 without its mark",
+                    next_step=f"convert it ({convert.format(path=file.path)}), or exclude it from {file.option}",
+                )
+            yield piece
+            at_bytes += len(piece)

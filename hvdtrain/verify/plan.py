@@ -28,8 +28,8 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.task.causal_lm import ModelConfig, architecture
-from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.saved_model import find_model
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.training.elastic.worker_state import WorkerState, make_worker_state
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.start.build import engine_of_worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from itertools import pairwise
@@ -14,11 +15,13 @@ import torch
 from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.chat import ChatEncoder, Conversation, chat_files
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.encode import SEPARATOR, SETTINGS, ByteEncoder
 from hvdtrain.task.language_model import ModelConfig, language_model
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
 from tests.support.gallery import Recorded, record_on_threads
+from tests.task.test_formats import as_csv, as_parquet
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 
@@ -166,6 +169,8 @@ def test_lines_that_are_no_conversation(tmp_path: Path, line: str, found: str) -
     with pytest.raises(DataError, match=r"c\.jsonl, line 3 is not a conversation") as caught:
         open_corpus(TextConfig(chat=str(path), seq_len=8))
     assert found in caught.value.found
+    left = open_corpus(TextConfig(chat=str(path), seq_len=40, heldout=0, on_error="skip"))
+    assert f": 1 conversations; left out: 1 no conversation (first: {path}, line 3)" in left.note
 
 
 @pytest.mark.parametrize(("documents", "separate"), [(None, True), ("separate", True), ("joined", False)])
@@ -191,6 +196,33 @@ def test_the_loss_is_that_of_the_counted_tokens_of_each_conversation(
     assert (loss.item() == pytest.approx(expected, rel=1e-5)) == separate
     assert task.prepare is not None
     assert task.prepare(torch.device("cpu"), torch.float32).startswith("c.jsonl: 2 conversations; attention: ")
+
+
+@pytest.mark.parametrize("ending", ["csv.gz", "parquet"])
+def test_conversations_of_other_formats(tmp_path: Path, ending: str) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": f"q{i}, x", "completion": "a\n" * i} for i in range(9)]
+    if ending == "parquet":
+        rows = [{"id": i, "messages": talk(row["prompt"], row["completion"])} for i, row in enumerate(rows)]
+    content = as_parquet(rows) if ending == "parquet" else gzip.compress(as_csv(rows))
+    (tmp_path / f"c.{ending}").write_bytes(content)
+    names = [write(tmp_path / "c.jsonl", *rows), str(tmp_path / f"c.{ending}")]
+    lines, others = (open_corpus(TextConfig(chat=name, seq_len=60, heldout=0.2)) for name in names)
+    assert others.digest == lines.digest and len(samples(others.train)) > 2
+
+
+def test_what_the_template_refuses_can_be_left_out(tmp_path: Path) -> None:
+    strict = PLAIN.replace(
+        "{% for", "{% if messages[0].role != 'user' %}{{ raise_exception('No.') }}{% endif %}{% for", 1
+    )
+    for name, content in {**chat_files(ByteEncoder()), "chat_template.jinja": strict.encode()}.items():
+        (tmp_path / name).write_bytes(content)
+    rows = [talk("q", "a"), [{"role": "system", "content": "s"}, *talk("q", "a")]]
+    chat = write(tmp_path / "c.jsonl", *({"messages": messages} for messages in rows))
+    data = {"chat": chat, "seq_len": 40, "heldout": 0.0, "tokenizer": str(tmp_path / "tokenizer.json")}
+    with pytest.raises(DataError, match=r"refuses .*line 2"):
+        open_corpus(TextConfig(**data))  # type: ignore[arg-type]
+    left = open_corpus(TextConfig(**data, on_error="skip"))  # type: ignore[arg-type]
+    assert "1 conversations; left out: 1 refused by the chat template" in left.note
 
 
 def test_a_checkpoint_has_the_template(tmp_path: Path) -> None:

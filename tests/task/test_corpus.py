@@ -12,8 +12,10 @@ import pytest
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task import text_sources
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.encode import SEPARATOR
+from hvdtrain.task.source_files import files_matching
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.text_sources import standard_library
 
 
@@ -220,7 +222,7 @@ def test_what_is_no_text_is_refused(tmp_path, monkeypatch, content, found, piece
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(DataError, match=r"bad\.txt is not text") as caught:
         open_corpus(TextConfig(text=f"{tmp_path}/*.txt", seq_len=8))
-    way = {"gzip": "gunzip", "Parquet": "--data.dataset"}.get(found.partition(",")[0], "iconv")
+    way = {"gzip": "gunzip", "Parquet": "end its name in .parquet"}.get(found.partition(",")[0], "iconv")
     assert caught.value.found.startswith(found) and way in caught.value.next_step
 
 
@@ -243,7 +245,6 @@ def test_no_pickle_is_ever_loaded(tmp_path):
         ({"text": "/nowhere/*.txt"}, DataError, "no file matches"),
         ({"text": ["/nowhere", "/nor here"]}, DataError, "'/nowhere'"),
         ({"text": "empty.*"}, DataError, "empty"),
-        ({"text": "a.jsonl"}, DataError, "is JSON.*--data.chat"),
         ({"tokens": "/nowhere.npy"}, DataError, "No such file"),
         ({"dataset": "/nowhere"}, DataError, "no dataset in"),
         ({"tokenizer": "/nowhere.json"}, DataError, "No such file"),
@@ -260,7 +261,6 @@ def test_options_that_are_wrong(options, error, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty.1", "empty.2"):
         Path(name).touch()
-    Path("a.jsonl").write_text('{"text": "a"}\n' * 100)
     with pytest.raises(error, match=f"(?s){message}"):
         open_corpus(TextConfig(**options))
 
@@ -284,7 +284,8 @@ def test_a_file_that_cannot_be_read_is_named(texts, monkeypatch):
     def denied(path, mode):
         raise PermissionError(13, "Permission denied")
 
+    (file,) = files_matching([f"{texts}/a/0.txt"])
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(DataError, match=r"0\.txt") as caught:
-        list(text_sources._pieces(texts / "a" / "0.txt"))
+        list(text_sources._pieces(file))
     assert caught.value.found == "Permission denied"

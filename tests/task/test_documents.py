@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import check_separation, next_token_loss, positions, separate_targets, token_loss
 from tests.task.test_architectures import MODELS, SHAPE
 

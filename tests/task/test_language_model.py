@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import ConfigError, DataError, TaskError
-from hvdtrain.task.corpus import TextConfig
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.image import image
 from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
 from hvdtrain.task.lora import LoraOptions, add_adapters
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import next_token_loss
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
@@ -182,6 +184,8 @@ def test_options_that_are_wrong_and_data_that_a_model_cannot_take(tmp_path, opti
         ("transformers", "image", lambda text: image()),
         ("peft", "lm", lambda text: add_adapters(tiny(), LoraOptions(2, 4.0))),
         ("sklearn.datasets", "image", lambda text: image()),
+        ("pyarrow.parquet", "data", lambda text: open_corpus(TextConfig(text=shutil.copy(text, f"{text}.parquet")))),
+        ("fsspec", "data", lambda text: language_model(TINY, TextConfig(text="s3://bucket/*"))),
     ],
 )
 def test_a_missing_library_is_named_with_its_extra(text, monkeypatch, missing, extra, make):

@@ -17,9 +17,9 @@ from hvdtrain import Task
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.placeholder import Placeholder, values_read_later
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm, load_model
-from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.language_model import language_model
 from hvdtrain.task.saved_model import SavedModel
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import (
     MARKS,
     MtpLoss,

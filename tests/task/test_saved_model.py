@@ -18,10 +18,10 @@ from hvdtrain.errors import CheckpointError, ConfigError, TaskError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.task.corpus import TextConfig
 from hvdtrain.task.encode import ByteEncoder
 from hvdtrain.task.language_model import language_model
 from hvdtrain.task.saved_model import find_model
+from hvdtrain.task.text_config import TextConfig
 from hvdtrain.training.start.make_task import make_task
 from hvdtrain.yaml_file import read_yaml
 from tests.support.checkpoints import save, save_in_parts

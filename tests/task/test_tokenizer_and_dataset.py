@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
+from hvdtrain.task.text_config import TextConfig
 
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")
 

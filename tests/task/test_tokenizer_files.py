@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdtrain.task.corpus import TextConfig, open_corpus
+from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.encode import (
     SEPARATOR,
     SETTINGS,
@@ -20,6 +20,7 @@ from hvdtrain.task.encode import (
     TokenizerEncoder,
     is_byte_tokenizer,
 )
+from hvdtrain.task.text_config import TextConfig
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="the tokenizers library is not installed")

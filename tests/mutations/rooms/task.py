@@ -60,6 +60,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/task/test_corpus.py",
     ),
     mutation(
+        "task/corpus.py",
+        "training = replace(config, heldout=0.0) if config.validation else config",
+        "training = config",
+        "with --data.validation, some of the data are neither trained on nor evaluated",
+        "tests/task/test_formats.py",
+    ),
+    mutation(
+        "task/text_sources.py",
+        "skipped = Skipped(self.skipped.allowed) if held else self.skipped",
+        "skipped = self.skipped",
+        "rows that are left out count twice",
+        "tests/task/test_formats.py",
+    ),
+    mutation(
+        "task/formats.py",
+        "    number = 0\n    while line",
+        "    number = -1\n    while line",
+        "an error names the line before",
+        "tests/task/test_formats.py",
+    ),
+    mutation(
         "task/dataset_source.py",
         '_HELDOUT_SPLITS = ("validation", "test")',
         '_HELDOUT_SPLITS = ("test", "validation")',
