@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,19 +62,20 @@ def test_the_best_interval_between_checkpoints_is_the_cheapest(rate: float) -> N
     assert whole_s(best) <= 1.01 * whole_s(cheapest)
 
 
-def test_the_interval_holds_the_end_of_about_nine_of_ten_jobs() -> None:
-    """Of correlated steps, in jobs whose means differ by 3%."""
+@pytest.mark.parametrize(("measured", "to_come", "between"), [(200, 800, 0.03), (800, 100, 0.0)])
+def test_the_interval_holds_the_end_of_about_nine_of_ten_jobs(measured: int, to_come: int, between: float) -> None:
+    """Of correlated steps, in another job, whose mean differs, or later in the same job."""
     generator, inside = np.random.default_rng(0), 0
     for _ in range(300):
-        levels = 1 + 0.03 * generator.normal(size=2)
+        levels = 1 + between * generator.normal(size=2)
         steps = []
-        for level, count in zip(levels, (200, 800), strict=True):
+        for level, count in zip(levels, (measured, to_come), strict=True):
             noise = generator.normal(0, 0.1, count)
             for step in range(1, count):
                 noise[step] += 0.5 * noise[step - 1]
             steps.append(level * (1 + noise))
-        pace = replace(PACE, steps=200, step_s=mean_of(steps[0]), evaluation_s=0.0, save_s=0.0, start_s=0.0)
-        found = ending(pace, 800, 0, 0).seconds
+        pace = Pace(2, measured, mean_of(steps[0]), 0.0, 0.0, 0.0)
+        found = ending(pace, to_come, 0, 0, is_same_job=not between).seconds
         inside += found.low <= steps[1].sum() <= found.high
     assert 0.75 <= inside / 300 <= 0.97
 

@@ -68,9 +68,9 @@ def test_what_was_chosen_is_that_of_the_run(tmp_path: Path, options: Any, event:
 def test_shares_by_speed_stay_in_proportion(tmp_path: Path) -> None:
     path = run_folder(tmp_path / "run", size=2, passes=4)
     text = (path / "journal.jsonl").read_text().splitlines()
-    before = [json.dumps({**json.loads(line), "step_s": 9.0}) for line in text[1:9]]
-    shares = json.dumps({"event": "shares", "at_step": 8, "shares": [6, 2], "pass_s": [0.1, 0.3]})
-    (path / "journal.jsonl").write_text("\n".join([text[0], *before, shares, *text[9:]]) + "\n")
+    before = [json.dumps({**json.loads(line), "step_s": 9.0}) for line in text[1:20]]
+    shares = json.dumps({"event": "shares", "at_step": 19, "shares": [6, 2], "pass_s": [0.1, 0.3]})
+    (path / "journal.jsonl").write_text("\n".join([text[0], *before, shares, *text[20:]]) + "\n")
     evidence = read_evidence(path)
     assert evidence.job.passes == 6 and evidence.step_s < 1, "of the steps with these shares"
     assert replace(evidence.job, global_batch=64).passes == 12
