@@ -152,10 +152,11 @@ def journal_figures(journal: Path, analysis: Analysis | None = None) -> dict[str
 
 
 def _promise(found: Kept) -> str:
-    how = "later" if found.late_s >= 0 else "earlier"
-    where = "within" if found.is_within else "outside"
-    late = f"ended {duration(abs(found.late_s))} {how} than promised at step {found.at_step:,}"
-    return f"{late} ({found.share:+.1%}), {where} its interval"
+    late, where = "late" if found.late_s >= 0 else "early", "inside" if found.is_within else "outside"
+    return (
+        f"{duration(abs(found.late_s))} {late} ({found.share:+.1%}), {where} the interval promised at step"
+        f" {found.at_step:,}"
+    )
 
 
 class _StepSums:
