@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from hvdtrain import __version__
+from hvdtrain.files import allow_open_files
 
 COMMANDS = {
     "train": ("hvdtrain.cli.train", "train on all ranks of this job (default)"),
@@ -71,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         lines = "\n".join("  " + ("\n" + " " * 17).join(each) for each in wrapped)
         sys.stdout.write(USAGE.format(commands=lines))
         return 0
+    allow_open_files()
     if arguments == ["--version"]:
         sys.stdout.write(f"hvdtrain {__version__}\n")
         return 0

@@ -10,12 +10,20 @@ import grp
 import os
 import pwd
 import re
+import resource
 import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to the highest that it may have; its children inherit that."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems have a lower limit than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def is_url(text: str) -> bool:

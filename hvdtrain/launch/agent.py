@@ -35,6 +35,7 @@ from functools import partial
 from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
+from hvdtrain.files import allow_open_files
 from hvdtrain.launch.agent_link import packed, unpacked
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.variables import agent_environment
@@ -184,6 +185,7 @@ def main(hello: Mapping[str, Any] | None = None) -> int:
     if hello is None or hello["type"] != "hello":
         sys.stderr.write("hvdtrain.launch.agent is started by hvdtrain launch, not by hand\n")
         return 2
+    allow_open_files()
     agent = Agent(hello, MessageWriter(sink))
     threading.excepthook = agent.report_thread_failure
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -89,10 +89,13 @@ def detect_unreadable(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _DAMAGE:
             raise
+        fix = "allow this user to read it (see ls -l)"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            fix = "raise the limit of open files (ulimit -n; nofile in /etc/security/limits.conf)"
         raise UnreadableCheckpointError(
             f"{path} cannot be read: {error.strerror or error}",
             found=f"{error.filename or path}",
-            next_step="allow this user to read it (see ls -l), then start again; it may be complete, and is unchanged",
+            next_step=f"{fix}, then start again; it may be complete, and is unchanged",
         ) from error
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from hvdtrain.config import parse
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
+from hvdtrain.files import allow_open_files
 from hvdtrain.observe.sinks import Record, Sink
 from hvdtrain.runtime.driver_client import NoPlace
 from hvdtrain.runtime.tuning import prepare, prepare_timeline
@@ -50,6 +51,7 @@ def train(
             "train() was called while a loader process imported the script",
             next_step='put the call under `if __name__ == "__main__":`',
         )
+    allow_open_files()
     info, choices = prepare()
     options = _options(config)
     build: Callable[[], Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections import Counter
@@ -10,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.errors import CheckpointError
+from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.manifest import detect_unreadable
 from hvdtrain.state.pieces import StateDict
 from tests.support.checkpoints import same_state, save_in_parts
 from tests.support.damage import DAMAGES
@@ -76,3 +79,10 @@ def test_another_step_under_the_name_is_passed_over(tmp_path: Path) -> None:
     _save(tmp_path, 1, 1).rename(tmp_path / "step-000009")
     assert CheckpointStore(tmp_path, warnings.append).load_newest() is None
     assert "instead of step" in warnings[0]
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.EMFILE, "ulimit -n"), (errno.EACCES, "allow this user")])
+def test_too_many_open_files_are_no_lack_of_permission(number: int, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableCheckpointError) as caught, detect_unreadable(tmp_path):
+        raise OSError(number, os.strerror(number), "model.safetensors")
+    assert said in str(caught.value)

@@ -129,10 +129,8 @@ def open_files(facts: DoctorFacts) -> Finding:
     if not _below(limits.files, needed):
         return Finding("files", "ok", f"{_number(limits.files)} open files", minor=True)
     why = f"{facts.info.size} rank(s) and their loader workers may open {needed} files in one process"
-    fix = f"ulimit -n {max(needed, 65536) if limits.most_files == UNLIMITED else limits.most_files}"
-    if _below(limits.most_files, needed):
-        fix = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
-    return Finding("files", "warning", f"{limits.files} open files at most (ulimit -n)", why, fix)
+    fix = "raise nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+    return Finding("files", "warning", f"{limits.files} open files at most (ulimit -Hn)", why, fix)
 
 
 def processes(facts: DoctorFacts) -> Finding:

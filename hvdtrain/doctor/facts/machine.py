@@ -37,10 +37,9 @@ _NAME_TIMEOUT_S = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """Soft limits of this process, or `UNLIMITED`. It may raise ``files`` to ``most_files``."""
+    """Limits of this process, or `UNLIMITED`: soft ones, but for ``files``, which each start raises to the hard one."""
 
     files: int = UNLIMITED
-    most_files: int = UNLIMITED
     processes: int = UNLIMITED
     locked_bytes: int = UNLIMITED
 
@@ -106,9 +105,9 @@ def _memory_limit(root: Path) -> int | None:
 
 def limits() -> Limits:
     """Return the limits of this process."""
-    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, locked_bytes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK))
-    return Limits(files, most_files, processes, locked_bytes)
+    return Limits(files, processes, locked_bytes)
 
 
 @dataclass(frozen=True)
