@@ -96,6 +96,9 @@ def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
     """Return the message for a word that is not a command; it may be an option without its dashes."""
     message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
     message += f"  expected: one of {', '.join(commands)}\n"
+    if not group and name == "serve":
+        serve = "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')"
+        return f"{message}  next: {serve}\n"
     if near := difflib.get_close_matches(name, commands, 1):
         return f"{message}  next: did you mean {near[0]}?\n"
     if not group and {".", "="} & set(name):
