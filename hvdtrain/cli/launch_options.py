@@ -156,7 +156,9 @@ def parser(kind: type[Parser] = Parser) -> Parser:
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
     script = "program that prints the available hosts, a line host:slots each; runs every second"
     which.add_argument("--discover", type=local, metavar="SCRIPT", help=script)
-    add_network(add)
+    interface = "network interface between hosts (default: the launcher's choice; detected by hvdtrain's own driver)"
+    add("--interface", type=_interface, default="", metavar="NAME", help=interface)
+    add_ssh(add)
     passed = "pass this variable to ranks on other hosts; its value is never written to a file or a command line"
     add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
     add("--dry-run", action="store_true", help="print what would run and exit")
@@ -168,10 +170,8 @@ def parser(kind: type[Parser] = Parser) -> Parser:
     return made
 
 
-def add_network(add: Callable[..., object]) -> None:
-    """Declare the options for reaching other hosts."""
-    interface = "network interface between hosts (default: the launcher's choice; detected by hvdtrain's own driver)"
-    add("--interface", type=_interface, default="", metavar="NAME", help=interface)
+def add_ssh(add: Callable[..., object]) -> None:
+    """Declare the options of ssh to other hosts."""
     port = "port of ssh on other hosts (default: from ssh's configuration)"
     add("--ssh-port", type=_positive, metavar="PORT", help=port)
     option = "argument for ssh; may be repeated: --ssh-option=-i --ssh-option=KEY"

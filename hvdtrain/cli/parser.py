@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.config.spelling import EitherSpelling
+from hvdtrain.config.spelling import EitherSpelling, declared_spelling
 from hvdtrain.errors import USAGE, HvdtrainError, exit_code
 from hvdtrain.files import is_url
 from hvdtrain.observe.failure.fault import is_installed
@@ -56,6 +56,9 @@ class Parser(EitherSpelling):
     With an epilog, such as examples, the lines of description and epilog stay as they are.
     """
 
+    replaced: Mapping[str, str] = {}
+    """What to do instead of options that are no longer there, by their names."""
+
     def __init__(self, **settings: Any) -> None:
         if "epilog" in settings:
             settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
@@ -71,7 +74,8 @@ class Parser(EitherSpelling):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         near = self.nearest_option(word)
-        self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
+        instead = self.replaced.get(declared_spelling(word, self.replaced))
+        self.error(f"there is no option {word}", instead or (f"did you mean {near}?" if near else ""))
 
     def format_help(self) -> str:
         """Return the help text, with a short usage: only positional arguments and required options."""

@@ -15,7 +15,6 @@ A = HostReport(
     torch="2.13.0",
     horovod="0.28.1+torch2.13.0",
     horovod_wrong="",
-    mpi4py="4.1",
     libmpi="Open MPI v4.1.8",
     mpirun="mpirun (Open MPI) 4.1.8",
     kernel="Linux 6.1",
