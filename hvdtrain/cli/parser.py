@@ -34,19 +34,27 @@ def local(text: str) -> Path:
 
 def positive(text: str) -> int:
     """Convert an option's text. Errors: ArgumentTypeError: it is no whole number of 1 or more."""
-    if not text.strip().isdecimal() or int(text) < 1:
+    if not text.strip().isdecimal() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
-def above_0(text: str, most: float = 1e15) -> float:
-    """Convert an option's text. Errors: ArgumentTypeError: it is no number above 0 and below `most`."""
+def positives(text: str) -> list[int]:
+    """Convert numbers of ranks with commas. Errors: ArgumentTypeError: one is no whole number of 1 or more."""
+    try:
+        return [positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; expected numbers of ranks such as 1,2") from None
+
+
+def above_0(text: str, most: float = 1e15, *, or_0: bool = False) -> float:
+    """Convert an option's text. Errors: ArgumentTypeError: it is no number above 0, or 0 if allowed, below `most`."""
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if not 0 < number < most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        number = -1.0
+    if not 0 < number < most and not (or_0 and number == 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'of 0 or more' if or_0 else 'above 0'}")
     return number
 
 

@@ -87,7 +87,7 @@ def listen(address: str) -> Listener:
 def _answer(connection: socket.socket, token: str) -> None:
     with connection, suppress(OSError):
         connection.settimeout(_WAIT_S)
-        if secrets.compare_digest(_exactly(connection, _TOKEN_BYTES), token.encode()):
+        if secrets.compare_digest(_receive_token(connection), token.encode()):
             connection.sendall(_proof(token))
 
 
@@ -96,7 +96,7 @@ def try_connection(listener: Listener) -> str:
     try:
         with socket.create_connection((listener.address, listener.port), CONNECT_S) as end:
             end.sendall(listener.token.encode())
-            return "" if _exactly(end, _TOKEN_BYTES) == _proof(listener.token) else "stranger"
+            return "" if _receive_token(end) == _proof(listener.token) else "stranger"
     except TimeoutError:
         return "timeout"
     except ConnectionRefusedError:
@@ -104,23 +104,17 @@ def try_connection(listener: Listener) -> str:
     except OSError as error:
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             return "route"
-        return "stranger" if isinstance(error, _StrangerError) else str(error)
-
-
-class _StrangerError(OSError):
-    """Another program answers on that port."""
+        return str(error)
 
 
 def _proof(token: str) -> bytes:
     return token[::-1].encode()
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def _receive_token(end: socket.socket) -> bytes:
+    """Return as many bytes as a token has; fewer if the other end closes."""
     found = b""
-    while len(found) < size:
-        part = end.recv(size - len(found))
-        if not part:
-            raise _StrangerError("the connection was closed")
+    while len(found) < _TOKEN_BYTES and (part := end.recv(_TOKEN_BYTES - len(found))):
         found += part
     return found
 
