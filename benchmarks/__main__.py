@@ -46,7 +46,6 @@ SCRIPTS = (
     "compressors",
     "exchange",
     "transport",
-    "serve",
 )
 """Each with its options."""
 

@@ -25,7 +25,6 @@ COMMANDS = {
     "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors or as ONNX"),
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),
     "generate": ("hvdtrain.cli.generate", "continue a text with a trained language model"),
-    "serve": ("hvdtrain.cli.serve", "answer requests of OpenAI's API with a trained language model"),
     "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
     "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
     "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),

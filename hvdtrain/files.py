@@ -94,21 +94,6 @@ def fsync_folder(folder: Path) -> None:
     fsync(folder)
 
 
-def create_text(path: Path, text: str) -> None:
-    """Write a new file that only its owner may write, whatever the umask. An error while writing leaves no file.
-
-    Errors: FileExistsError if there is one; other OSErrors.
-    """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        fsync(path)
-    except BaseException:
-        path.unlink()
-        raise
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path; on success its file replaces `path`, also where others do so at the same time.

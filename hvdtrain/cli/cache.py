@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from functools import partial
 
-from hvdtrain.cli.parser import Parser
+from hvdtrain.cli.parser import Parser, above_0
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.environment import environ
 
@@ -23,7 +23,7 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain cache", description=_DESCRIPTION, epilog=_EPILOG)
     days = "remove what no job has begun to use for DAYS days; more than the longest job takes"
-    made.add_argument("--prune", type=_days, metavar="DAYS", help=days)
+    made.add_argument("--prune", type=partial(above_0, or_0=True), metavar="DAYS", help=days)
     return made
 
 
@@ -43,9 +43,3 @@ def main(argv: list[str]) -> int:
         print(f"{entry.size_bytes / 2**20:9.1f} MiB  {days:6.1f} days  {entry.about:<20}  {entry.path}")
     print(f"{len(entries)} folder(s) with {sum(e.size_bytes for e in entries) / 2**20:,.1f} MiB {what}")
     return 0
-
-
-def _days(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise argparse.ArgumentTypeError("expected a number of days, 0 or more")
-    return value

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, local
+from hvdtrain.cli.parser import Parser, local, positives
 from hvdtrain.config.schema import AUTO
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.ways import GIB, Line, Way, fits_in, meshes_to_try, propose, shard_options
@@ -47,7 +47,7 @@ def parser() -> Parser:
     """Declare the options."""
     made = Parser(prog="hvdtrain fit", description=_DESCRIPTION, epilog=_EPILOG)
     add = made.add_argument
-    add("--ranks", default="1,8", metavar="N,...", help="numbers of ranks (default: 1,8)")
+    add("--ranks", type=positives, default=[1, 8], metavar="N,...", help="numbers of ranks (default: 1,8)")
     add("--gib", type=float, metavar="GIB", help="memory of a device: mark what fits")
     shards = "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all that the engine"
     add("--shards", metavar="SHARD,...", help=f"{shards} divides)")
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     Errors: ConfigError: an invalid option. What only a line does not support is shown in that line.
     """
     options, training = parser().parse_known_args(argv)
-    ranks, times = _numbers(options.ranks), _step_times(options)
+    ranks, times = options.ranks, _step_times(options)
     found: list[Line] = []
     for line in _predict(training, options, ranks, times):
         found.append(line)
@@ -108,16 +108,6 @@ def _step_times(options: argparse.Namespace) -> list[StepTimes]:
     from hvdtrain.fit.step_time import StepTimes
 
     return [StepTimes.of_run(run, options.bandwidth_gbit, options.ranks_per_host) for run in options.run]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise ConfigError(f"invalid --ranks {text!r}", expected="numbers of ranks, such as 1,8,64")
-    return numbers
 
 
 def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], times: list[StepTimes]) -> Iterator[Line]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from functools import partial
 from typing import Any
 
-from hvdtrain.cli.parser import MODEL_HELP, Parser, positive
+from hvdtrain.cli.parser import MODEL_HELP, Parser, above_0, positive
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 
@@ -26,7 +26,8 @@ def parser() -> Parser:
     made.add_argument("path", metavar="RUN", help=MODEL_HELP)
     made.add_argument("--prompt", required=True, help="text to continue; - reads it from stdin")
     made.add_argument("--tokens", type=positive, default=200, help="number of tokens at most (default: 200)")
-    made.add_argument("--temperature", type=_temperature, default=1.0, help="of sampling; 0: no sampling (default: 1)")
+    temperature = partial(above_0, most=1e3, or_0=True)
+    made.add_argument("--temperature", type=temperature, default=1.0, help="of sampling; 0: no sampling (default: 1)")
     made.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     return made
@@ -78,9 +79,3 @@ def main(argv: list[str]) -> int:
         **sampling,
     )
     return 0
-
-
-def _temperature(text: str) -> float:
-    if not 0 <= (value := float(text)) < 1e3:
-        raise argparse.ArgumentTypeError("expected 0 or more")
-    return value

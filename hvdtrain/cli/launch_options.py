@@ -9,7 +9,7 @@ from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hvdtrain.cli.parser import Parser, local
+from hvdtrain.cli.parser import Parser, above_0, local, positive
 from hvdtrain.config.schema import Config
 from hvdtrain.config.spelling import declared_spelling
 from hvdtrain.errors import LaunchError
@@ -38,23 +38,13 @@ _OF_TRAINING = {"config", "print_config", *(field.name for field in dataclasses.
 AFTER_DASHES = "options of training follow --, as in: hvdtrain launch -np 2 -- --train.steps 100"
 
 
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < 1e9:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds; expected 0 or more")
-    return number
+_seconds = partial(above_0, most=1e9, or_0=True)
 
 
-def _whole(text: str, least: int = 0) -> int:
-    if not re.fullmatch("[0-9]{1,6}", text) or int(text) < least:
-        raise ArgumentTypeError(f"invalid number {text!r}; expected {least} to 999999")
+def _whole(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise ArgumentTypeError(f"invalid number {text!r}; expected 0 to 999999")
     return int(text)
-
-
-_positive = partial(_whole, least=1)
 
 
 def _word(pattern: str, problem: str) -> Callable[[str], str]:
@@ -150,13 +140,15 @@ def parser(kind: type[Parser] = Parser) -> Parser:
         "number of ranks; an elastic job starts with N or more, or with MIN after --start-timeout (default: one per"
         " slot of -H, or one per GPU of --gpus-per-node)"
     )
-    add("-np", "-n", type=_positive, metavar="N", help=ranks)
+    add("-np", "-n", type=positive, metavar="N", help=ranks)
     which = made.add_mutually_exclusive_group()
     hosts = "hosts and their slots; schedulers use only the counts (default: this host)"
     which.add_argument("-H", dest="hosts", metavar="a:2,b:2", help=hosts)
     script = "program that prints the available hosts, a line host:slots each; runs every second"
     which.add_argument("--discover", type=local, metavar="SCRIPT", help=script)
-    add_network(add)
+    interface = "network interface between hosts (default: the launcher's choice; detected by hvdtrain's own driver)"
+    add("--interface", type=_interface, default="", metavar="NAME", help=interface)
+    add_ssh(add)
     passed = "pass this variable to ranks on other hosts; its value is never written to a file or a command line"
     add("--env", action="append", type=_variable, default=[], metavar="NAME", help=passed)
     add("--dry-run", action="store_true", help="print what would run and exit")
@@ -168,12 +160,10 @@ def parser(kind: type[Parser] = Parser) -> Parser:
     return made
 
 
-def add_network(add: Callable[..., object]) -> None:
-    """Declare the options for reaching other hosts."""
-    interface = "network interface between hosts (default: the launcher's choice; detected by hvdtrain's own driver)"
-    add("--interface", type=_interface, default="", metavar="NAME", help=interface)
+def add_ssh(add: Callable[..., object]) -> None:
+    """Declare the options of ssh to other hosts."""
     port = "port of ssh on other hosts (default: from ssh's configuration)"
-    add("--ssh-port", type=_positive, metavar="PORT", help=port)
+    add("--ssh-port", type=positive, metavar="PORT", help=port)
     option = "argument for ssh; may be repeated: --ssh-option=-i --ssh-option=KEY"
     add("--ssh-option", action="append", default=[], metavar="ARG", help=option)
 
@@ -182,7 +172,7 @@ def _add_own(add: Callable[..., object]) -> None:
     elastic = "continue with MIN to MAX ranks when ranks die or join (default: a dead rank ends the job)"
     add("--elastic", metavar="MIN:MAX", help=elastic)
     slots = "slots of a host that the --discover script prints without a number (default: 1)"
-    add("--slots", type=_positive, default=1, metavar="N", help=slots)
+    add("--slots", type=positive, default=1, metavar="N", help=slots)
     restarts = "restart the job up to N times when no rank is left (default: 0)"
     add("--restarts", type=_whole, default=0, metavar="N", help=restarts)
     resets = "fail after N changes of membership (default: no limit)"
@@ -195,7 +185,7 @@ def _add_own(add: Callable[..., object]) -> None:
     start = "wait S seconds for N ranks, then start with MIN or more (default: 600)"
     add("--start-timeout", default=600.0, help=start, **seconds)
     unheard = "treat a rank as lost after S seconds without an answer (default: the larger of 10 and ranks / 8)"
-    add("--gloo-timeout", type=_positive, metavar="S", help=unheard)
+    add("--gloo-timeout", type=positive, metavar="S", help=unheard)
     agents = f"program that starts agents on other hosts: {', '.join([AUTO, SSH, *JOBS])} (default: auto"
     agents += ", the scheduler's inside an allocation, else ssh)"
     add("--agents", choices=[AUTO, SSH, *JOBS], default=AUTO, metavar="PROGRAM", help=agents)
@@ -205,10 +195,10 @@ def _add_own(add: Callable[..., object]) -> None:
 
 
 def _add_scheduled(add: Callable[..., object]) -> None:
-    add("--nodes", type=_positive, metavar="N", help="number of hosts (default: those of -H, or 1)")
-    add("--gpus-per-node", type=_positive, metavar="N", help="GPUs per host, one per rank (default: none)")
+    add("--nodes", type=positive, metavar="N", help="number of hosts (default: those of -H, or 1)")
+    add("--gpus-per-node", type=positive, metavar="N", help="GPUs per host, one per rank (default: none)")
     cores = "cores per rank (default: the site's; with GPUs, all cores of the hosts, which nobody else can use then)"
-    add("--cpus-per-rank", type=_positive, metavar="N", help=cores)
+    add("--cpus-per-rank", type=positive, metavar="N", help=cores)
     memory = "memory per host, such as 400G or 512M (default: the site's)"
     add("--mem", type=_mib, metavar="SIZE", help=memory)
     chunk = "another resource of each host of PBS, such as host_type=a100"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.config.spelling import EitherSpelling
+from hvdtrain.config.spelling import EitherSpelling, declared_spelling
 from hvdtrain.errors import USAGE, HvdtrainError, exit_code
 from hvdtrain.files import is_url
 from hvdtrain.observe.failure.fault import is_installed
@@ -34,19 +34,27 @@ def local(text: str) -> Path:
 
 def positive(text: str) -> int:
     """Convert an option's text. Errors: ArgumentTypeError: it is no whole number of 1 or more."""
-    if not text.strip().isdecimal() or int(text) < 1:
+    if not text.strip().isdecimal() or not 0 < int(text) < 1 << 31:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
 
 
-def above_0(text: str, most: float = 1e15) -> float:
-    """Convert an option's text. Errors: ArgumentTypeError: it is no number above 0 and below `most`."""
+def positives(text: str) -> list[int]:
+    """Convert numbers of ranks with commas. Errors: ArgumentTypeError: one is no whole number of 1 or more."""
+    try:
+        return [positive(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; expected numbers of ranks such as 1,2") from None
+
+
+def above_0(text: str, most: float = 1e15, *, or_0: bool = False) -> float:
+    """Convert an option's text. Errors: ArgumentTypeError: it is no number above 0, or 0 if allowed, below `most`."""
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if not 0 < number < most:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        number = -1.0
+    if not 0 < number < most and not (or_0 and number == 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'of 0 or more' if or_0 else 'above 0'}")
     return number
 
 
@@ -55,6 +63,9 @@ class Parser(EitherSpelling):
 
     With an epilog, such as examples, the lines of description and epilog stay as they are.
     """
+
+    replaced: Mapping[str, str] = {}
+    """What to do instead of options that are no longer there, by their names."""
 
     def __init__(self, **settings: Any) -> None:
         if "epilog" in settings:
@@ -71,7 +82,8 @@ class Parser(EitherSpelling):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         near = self.nearest_option(word)
-        self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
+        instead = self.replaced.get(declared_spelling(word, self.replaced))
+        self.error(f"there is no option {word}", instead or (f"did you mean {near}?" if near else ""))
 
     def format_help(self) -> str:
         """Return the help text, with a short usage: only positional arguments and required options."""
@@ -96,6 +108,9 @@ def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
     """Return the message for a word that is not a command; it may be an option without its dashes."""
     message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
     message += f"  expected: one of {', '.join(commands)}\n"
+    if not group and name == "serve":
+        serve = "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')"
+        return f"{message}  next: {serve}\n"
     if near := difflib.get_close_matches(name, commands, 1):
         return f"{message}  next: did you mean {near[0]}?\n"
     if not group and {".", "="} & set(name):

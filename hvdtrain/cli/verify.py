@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.cli.parser import Parser, end, local, positive, run_group
+from hvdtrain.cli.parser import Parser, end, local, positive, positives, run_group
 
 if TYPE_CHECKING:
     from hvdtrain.verify.resume import Comparison
@@ -82,7 +82,8 @@ def parser(name: str) -> Parser:
         made = Parser(prog="hvdtrain verify resume", description=_RESUME_DESCRIPTION, epilog=_RESUME_EPILOG)
         made.add_argument("run", type=local, metavar="RUN", help="run folder with the config to train")
         made.add_argument("--steps", type=positive, default=10, metavar="N", help="steps of each half (default: 10)")
-        made.add_argument("--sizes", type=_sizes, default=[1, 2], metavar="A,B", help="numbers of ranks (default: 1,2)")
+        ranks = "numbers of ranks (default: 1,2)"
+        made.add_argument("--sizes", type=positives, default=[1, 2], metavar="A,B", help=ranks)
     return made
 
 
@@ -164,10 +165,3 @@ def _table(compared: list[Comparison]) -> str:
         numbers = f"{each.steps:>7}  {each.loss:<9.2g}{each.tensors:>8}  {each.tensor:<9.2g}"
         lines.append(f"{each.name:<{width}}  {how:<9}{numbers}  {result}")
     return "\n".join(lines)
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return [positive(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; expected numbers of ranks such as 1,2") from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.doctor.links.measured import aligned
+from hvdtrain.timeline.whatif.links import ETHERNET
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -128,12 +128,16 @@ def lines(found: Preflight) -> list[str]:
         mark = "BAD" if host.host in found.bad else "ok"
         short = host.host if len(host.host) <= _LONGEST_NAME else f"{host.host[: _LONGEST_NAME - 3]}..."
         rows.append([short, f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
-    text = [line.rstrip() for line in aligned(rows)]
+    text = [line.rstrip() for line in _aligned(rows)]
     if len(shown) < len(found.hosts):
         text.append(f"  and {len(found.hosts) - len(shown)} faster hosts")
     if found.everyone is not None:
         text += _wrapped(f"all {sum(host.ranks for host in found.hosts)} ranks: {gigabytes(found.everyone)} GB/s")
     text += _wrapped(f"bus bandwidth of allreduces over {found.by}")
+    usable = [host.between for host in found.hosts if host.between and host.host not in found.bad]
+    if usable:  # what carries payload, of the bandwidth that whatif asks for
+        gbit = 8e-9 * min(usable) / ETHERNET
+        text += _wrapped(f"predict a run with it: hvdtrain timeline whatif RUN --bandwidth_gbit {gbit:.3g}")
     for fabric in dict.fromkeys(host.fabric for host in found.hosts if host.fabric):
         users = [host.host for host in found.hosts if host.fabric == fabric]
         text += _wrapped(f"NCCL uses {fabric}: {len(users)} of {len(found.hosts)} hosts")
@@ -151,6 +155,12 @@ def lines(found: Preflight) -> list[str]:
 def gigabytes(bytes_per_s: float | None) -> str:
     """Format a bandwidth in GB/s."""
     return "-" if bytes_per_s is None else f"{bytes_per_s * 1e-9:.3g}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return indented lines with right-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _wrapped(text: str) -> list[str]:

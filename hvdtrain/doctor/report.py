@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.doctor.finding import LEVELS, Finding, worst
-from hvdtrain.doctor.links.measured import Links, link_table
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import Choice
-
-if TYPE_CHECKING:
-    from hvdtrain.doctor.links.expected import Outlook
 
 _RANK_FIELDS = ("launcher", "rank", "size", "local_rank", "local_size", "host")
 """The environment is left out because it may hold secrets."""
@@ -20,13 +16,11 @@ _RANK_FIELDS = ("launcher", "rank", "size", "local_rank", "local_size", "host")
 
 @dataclass(frozen=True)
 class Report:
-    """Findings about one host or several, and what else belongs to them."""
+    """Findings about one host or several, and the settings of this process."""
 
     findings: Sequence[Finding]
     info: RankInfo | None = None  # of this process; None if several hosts were checked
     choices: Sequence[Choice] = ()  # settings of this process
-    links: Links | None = None
-    outlook: Outlook | None = None  # predicted step times
 
     def as_data(self) -> dict[str, Any]:
         """Return the report for JSON. Raise ``format`` when a key changes."""
@@ -37,8 +31,6 @@ class Report:
             "rank": self.info and {name: getattr(self.info, name) for name in _RANK_FIELDS},
             "checks": [finding.as_data() for finding in self.findings],
             "tuning": self.info and tuning,
-            "links": self.links and asdict(self.links),
-            "outlook": self.outlook and asdict(self.outlook),
         }
         return {key: part for key, part in parts.items() if part is not None}
 
@@ -48,10 +40,6 @@ class Report:
         if self.choices:
             yield "settings made before torch and MPI are loaded:"
         yield from plain_lines(settings(self.choices))
-        if self.links is not None:
-            yield from ("", *link_table(self.links))
-        if self.outlook is not None:
-            yield from ("", *self.outlook.lines())
         if self.info is None:
             yield ""
         yield summary(self.findings)

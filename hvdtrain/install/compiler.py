@@ -36,14 +36,15 @@ class Change:
     """A header that is included first when a certain source of Horovod is compiled."""
 
     source: str  # end of the source's path
-    read: tuple[str, ...]  # sha256 of the known versions of the source. Other versions are compiled unchanged
+    read: str  # sha256 of the known version of the source. Other versions are compiled unchanged
     header: str  # file in this folder. Its first lines explain the change and why it is safe
     mark: str  # text that the library contains only if the header took effect
 
     def applies(self, argument: str) -> bool:
         """Tell whether an argument of the compiler is this source in a known version."""
-        return argument.endswith(f"/{self.source}") and (
-            hashlib.sha256(Path(argument).read_bytes()).hexdigest() in self.read
+        return (
+            argument.endswith(f"/{self.source}")
+            and hashlib.sha256(Path(argument).read_bytes()).hexdigest() == self.read
         )
 
 
@@ -63,7 +64,7 @@ horovod/common/tensor_queue.cc late_release da59b96d10291ec14f46f46fed81bfebf7e8
 horovod/common/controller.cc joined_cache 310cac98ca6b97c942e7199fcdeac1ed4acf04576f162050692a726a23e3ebf7
 """
 CHANGES = tuple(
-    Change(source, (sha256,), f"{name}.h", f"hvdtrain-{name.replace('_', '-')}")
+    Change(source, sha256, f"{name}.h", f"hvdtrain-{name.replace('_', '-')}")
     for source, name, sha256 in map(str.split, _KNOWN.strip().splitlines())
 )
 

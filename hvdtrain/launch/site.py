@@ -73,7 +73,7 @@ def find_site(asked: str | None, host: str, environ: Mapping[str, str]) -> Site:
                 f"there is no profile of a site {asked!r}",
                 expected=f"{asked}.yaml in {', '.join(map(str, _folders(environ)))}",
                 found=", ".join(map(str, found)) or "none",
-                next_step="hvdtrain doctor --write-site FILE proposes one; --site FILE uses it",
+                next_step="docs/launching.md has an example; --site FILE uses a file elsewhere",
             )
         return parse_site(_read(path, from_folder=True), path)
     sites = (parse_site(_read(path, from_folder=True), path) for path in found)

@@ -11,7 +11,6 @@ from hvdtrain.observe.past_journal import JournalStart
 
 S_PER_HOUR = 3600.0
 _J_PER_KWH = 3.6e6
-_UNKNOWN = "by an earlier version"
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,4 @@ def _energy(starts: Sequence[JournalStart]) -> tuple[dict[str, float], dict[str,
 
 def _reasons(started: Mapping[str, Any]) -> dict[str, str]:
     """Return why the energy of each kind is not measured in a start; empty texts if it is."""
-    found = started.get("energy")
-    if not isinstance(found, Mapping):
-        return {"all": _UNKNOWN}
-    return {str(kind): str(reason) for kind, reason in found.items()}
+    return {str(kind): str(reason) for kind, reason in as_mapping(started.get("energy")).items()}

@@ -19,8 +19,6 @@ from hvdtrain.config.windows import OFF, Window
 from hvdtrain.files import read_regular, write_text
 from hvdtrain.run_layout import TimelineLayout
 
-_Content = TypeVar("_Content", bound=msgspec.Struct)
-
 _POLL_S = 0.5
 _ENDED = "the run has ended"
 FOREVER = 1 << 40
@@ -49,32 +47,25 @@ class Answer(msgspec.Struct, frozen=True):
     version: Literal[1] = 1
 
 
-def write_request(folder: Path, request: Request) -> None:
-    """Write a request. Errors: OSError."""
-    write_text(TimelineLayout(folder).window_request, msgspec.json.encode(request).decode())
+_Message = TypeVar("_Message", Request, Answer)
 
 
-def read_request(folder: Path) -> Request | None:
-    """Return the last request; None without a valid one."""
-    return _read(TimelineLayout(folder).window_request, Request)
+def write_message(folder: Path, message: Request | Answer) -> None:
+    """Write a request or an answer. Errors: OSError."""
+    write_text(_path(folder, type(message)), msgspec.json.encode(message).decode())
 
 
-def write_answer(folder: Path, answer: Answer) -> None:
-    """Write an answer if the disk allows it."""
-    with suppress(OSError):
-        write_text(TimelineLayout(folder).window_answer, msgspec.json.encode(answer).decode())
-
-
-def read_answer(folder: Path) -> Answer | None:
-    """Return the last answer; None without a valid one."""
-    return _read(TimelineLayout(folder).window_answer, Answer)
-
-
-def _read(path: Path, kind: type[_Content]) -> _Content | None:
+def read_message(folder: Path, kind: type[_Message]) -> _Message | None:
+    """Return the last request or answer; None without a valid one."""
     try:
-        return msgspec.json.decode(read_regular(path), type=kind)
+        return msgspec.json.decode(read_regular(_path(folder, kind)), type=kind)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _path(folder: Path, kind: type[Request | Answer]) -> Path:
+    layout = TimelineLayout(folder)
+    return layout.window_request if kind is Request else layout.window_answer
 
 
 _Record = Callable[[Window], None]
@@ -87,7 +78,7 @@ class Requests:
     def __init__(self, folder: Path, every_s: float = _POLL_S) -> None:
         self._folder = folder
         self._every_s = every_s
-        self._old = read_request(folder)  # from an earlier start of the run
+        self._old = read_message(folder, Request)  # from an earlier start of the run
         self._new: Request | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="window requests", daemon=True)
@@ -105,10 +96,11 @@ class Requests:
 
     def poll(self) -> None:
         """Poll once."""
-        request = read_request(self._folder)
+        request = read_message(self._folder, Request)
         if request is not None and request != self._old:
             self._old = request
-            write_answer(self._folder, Answer(request.id, "seen"))
+            with suppress(OSError):
+                write_message(self._folder, Answer(request.id, "seen"))
             self._new = request
 
     def _run(self) -> None:
@@ -217,4 +209,5 @@ class LiveWindow:
 
     def _reply(self, content: Answer) -> None:
         if self.requests is not None:
-            write_answer(self.folder, content)
+            with suppress(OSError):
+                write_message(self.folder, content)

@@ -9,6 +9,9 @@ from hvdtrain.cli import build_horovod, doctor, launch_options
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import ConfigError
 
+PREFLIGHT = "hvdtrain launch -H a:4,b:4 -- preflight measures hosts and links, hvdtrain timeline whatif RUN predicts"
+PROFILE = "write the profile yourself: docs/launching.md has an example"
+
 
 @pytest.mark.parametrize(
     ("argv", "wrong", "next_step"),
@@ -17,6 +20,8 @@ from hvdtrain.errors import ConfigError
         ("doctor --host a", "there is no option --host", "did you mean --hosts?"),  # no part of a name
         ("doctor --run.dir=x", "there is no option --run.dir", "did you mean --run_dir?"),
         ("doctor --q", "there is no option --q", "hvdtrain doctor --help"),
+        ("doctor --hosts a,b --probe", "there is no option --probe", PREFLIGHT),
+        ("doctor --write-site=a.yaml", "no option --write-site", PROFILE),
         ("bundle", "required: FOLDER", "hvdtrain bundle --help"),
         ("bundle a b", "unexpected argument 'b'", "hvdtrain bundle --help"),
         ("launch --time 90", "is not a time; expected 2h", "hvdtrain launch --help"),
@@ -40,6 +45,11 @@ def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.
     ("argv", "wrong", "next_step"),
     [
         ("lunch -np 2", "'lunch'", "did you mean launch?"),
+        (
+            "serve runs/NAME",
+            "'serve'",
+            "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
+        ),
         ("train.steps=5", "'train.steps=5'", "options begin with --, as in hvdtrain --train.steps 100"),
         ("timeline raport x", "'raport' of timeline", "did you mean report?"),
         ("verify runs/NAME", "'runs/NAME' of verify", ""),

@@ -10,7 +10,6 @@ from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.installation import Installation, Mpi4py, MpiFacts
 from hvdtrain.doctor.facts.machine import GpuFacts, Interface, Limits, Machine, Network, RdmaPort
-from hvdtrain.doctor.facts.storage import Storage
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.versions import MpiBuild, TorchBuild
@@ -65,7 +64,8 @@ WELL = DoctorFacts(
     ),
     gpu=GpuFacts(),
     network=Network("node", ("10.0.0.1",), (LO, ETH0), "eth0"),
-    storage=Storage("runs", Answer(DISK)),
+    run_dir=Path("runs"),
+    storage=Answer(DISK),
 )
 
 
@@ -104,8 +104,8 @@ def limits(**changes: int) -> dict[str, Limits]:
     return {"limits": Limits(**changes)}
 
 
-def disk(**changes: Any) -> dict[str, Answer]:
-    return {"answer": Answer(DISK | changes)}
+def disk(**changes: Any) -> dict[str, Any]:
+    return {"values": DISK | changes}
 
 
 def finding(name: str, facts: DoctorFacts) -> Finding:

@@ -238,7 +238,7 @@ NETWORK = [
     warns("run_dir", "12 bytes", "--checkpoint.keep", storage=disk(free_bytes=1 << 20)),
     warns("run_dir", "in memory", "disk", storage=disk(type="tmpfs")),
     broken("run_dir", "read-only", "another folder", storage=disk(problem="read-only")),
-    broken("run_dir", "15 s", "another file system", storage={"answer": Answer(error="no answer in 15 s")}),
+    broken("run_dir", "15 s", "another file system", storage={"error": "no answer in 15 s"}),
     well("run_dir_speed", "500 MiB/s"),
     warns("run_dir_speed", "10 MiB/s", "faster", storage=disk(mib_per_s=10.0)),
     warns("run_dir_speed", "900.0 ms", "faster", storage=disk(sync_ms=900.0)),
@@ -322,7 +322,7 @@ SILENT = {
     "rdma": [when()],
     "ucx": [when(network={"rdma": IB}, mpi={"ucx": True}), when(network={"rdma": IB}), when(mpi={"ucx": False})],
     "run_dir_shared": [when()],
-    "run_dir_speed": [when(storage={"answer": Answer(error="x")})],
+    "run_dir_speed": [when(storage={"values": {}, "error": "x"})],
     "timeline": [when(info=ALONE), when(info=TORCHRUN)],
 }
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hvdtrain.cli import preflight as preflight_command
 from hvdtrain.doctor import preflight
 from hvdtrain.doctor.nccl_log import fabric
-from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, unanswered
+from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.environment import RankInfo
 from tests.doctor.test_nccl_log import HEAD, INFINIBAND, SOCKET, read
@@ -51,6 +51,14 @@ def test_of_two_hosts_none_is_slow_but_gpus_may_be_missing() -> None:
     two = [replace(GOOD, host="a", gpus=3, between=1e9), replace(GOOD, host="b")]
     assert bad_hosts(two, 4, 0.5) == {"a": ("3 of 4 GPUs",)}
     assert bad_hosts(two, 0, 0.5) == {}
+
+
+def test_the_report_has_the_option_of_whatif_for_the_slowest_link_of_good_hosts() -> None:
+    three = tuple(hosts(1e9, 9e9, 12.5e9))
+    text = lines(Preflight(three, bad_hosts(three, 0, 0.5), "NCCL"))
+    option = "--bandwidth_gbit 76.6"  # of which 0.94, 9 GB/s, is payload
+    assert f"predict a run with it: hvdtrain timeline whatif RUN {option}" in text
+    assert not any("whatif" in line for line in lines(Preflight(three[:1], {"h0": ("1 of 4 GPUs",)}, "NCCL")))
 
 
 @pytest.mark.parametrize(

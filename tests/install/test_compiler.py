@@ -78,7 +78,7 @@ def source_of(mark: str, folder: Path, monkeypatch: pytest.MonkeyPatch, text: st
     file = folder / change.source
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
-    read = dataclasses.replace(change, read=(hashlib.sha256(text.encode()).hexdigest(),))
+    read = dataclasses.replace(change, read=hashlib.sha256(text.encode()).hexdigest())
     changes = tuple(read if other is change else other for other in compiler.CHANGES)
     monkeypatch.setattr(compiler, "CHANGES", tuple(c for c in changes if c.mark != mark or c is read))
     return str(file)

@@ -17,10 +17,8 @@ from hvdtrain.observe.live_window import (
     LiveWindow,
     Request,
     Requests,
-    read_answer,
-    read_request,
-    write_answer,
-    write_request,
+    read_message,
+    write_message,
 )
 
 
@@ -34,10 +32,10 @@ def job(folder: Path, states: list[Answer]) -> Callable[[float], None]:
     """A clock that, at each look, lets a job answer the request with the next state."""
 
     def sleep(seconds: float) -> None:
-        request = read_request(folder / "timeline")
+        request = read_message(folder / "timeline", Request)
         assert request is not None
         if states:
-            write_answer(folder / "timeline", replace(states.pop(0), id=request.id))
+            write_message(folder / "timeline", replace(states.pop(0), id=request.id))
 
     return sleep
 
@@ -56,7 +54,7 @@ def test_no_window_is_an_error(asked: Request, states: list[Answer], said: str, 
 
 
 def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> None:
-    write_answer(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
+    write_message(run_folder(tmp_path) / "timeline", Answer("other", "open", 7))
     answers = job(tmp_path, [Answer("", "seen"), Answer("", "open", 9)])
     assert ask_window(tmp_path, Request("a", "start"), patience_s=1.0, sleep=answers).first == 9
 
@@ -69,13 +67,13 @@ def test_an_answer_to_another_request_is_none_to_this_one(tmp_path: Path) -> Non
 )
 def test_what_is_no_request_is_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".window-request.json").write_bytes(content)
-    assert read_request(tmp_path) is None
+    assert read_message(tmp_path, Request) is None
 
 
 def test_a_fifo_as_request_or_answer_blocks_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".window-request.json")
     os.mkfifo(tmp_path / ".window-answer.json")
-    assert read_request(tmp_path) is None and read_answer(tmp_path) is None
+    assert read_message(tmp_path, Request) is None and read_message(tmp_path, Answer) is None
 
 
 class Told:
@@ -87,11 +85,11 @@ class Told:
 
 
 def test_what_was_asked_of_an_earlier_start_is_not_done_again(tmp_path: Path) -> None:
-    write_request(tmp_path, Request("old", "start"))
+    write_message(tmp_path, Request("old", "start"))
     requests = Requests(tmp_path, every_s=1000.0)
     requests.poll()
     assert requests.next_request() is None
-    write_request(tmp_path, new := Request("new", "start", 5))
+    write_message(tmp_path, new := Request("new", "start", 5))
     requests.poll()
     assert requests.next_request() == new
     requests.poll()
@@ -130,7 +128,7 @@ def job_of(folder: Path, lacks: str = "") -> LiveWindow:
 
 def taken(window: LiveWindow, folder: Path, request: Request) -> list[int]:
     """What the step that comes sums when this is asked."""
-    write_request(folder, request)
+    write_message(folder, request)
     while not any(asked := window.values()):
         pass
     return asked
@@ -141,9 +139,9 @@ def test_what_is_over_is_answered_to_whoever_asked_for_it(tmp_path: Path) -> Non
     window.on_sums(3, taken(window, tmp_path, Request("first", "start", 2)))
     asked = taken(window, tmp_path, Request("second", "start", 2))
     window.begin_step(8)
-    assert read_answer(tmp_path) == Answer("first", "over", 4, 5, [])
+    assert read_message(tmp_path, Answer) == Answer("first", "over", 4, 5, [])
     window.on_sums(8, asked)
-    assert read_answer(tmp_path) == Answer("second", "open", 9, 10, [])
+    assert read_message(tmp_path, Answer) == Answer("second", "open", 9, 10, [])
     window.close()
 
 
@@ -152,14 +150,14 @@ def test_a_run_that_ends_answers_a_late_request(tmp_path: Path) -> None:
     window.begin_step(3)
     window.on_sums(3, taken(window, tmp_path, Request("last step", "start", 2)))
     window.close()
-    assert read_answer(tmp_path) == Answer("last step", "none", files=[], lacks="the run has ended")
+    assert read_message(tmp_path, Answer) == Answer("last step", "none", files=[], lacks="the run has ended")
     window = job_of(tmp_path)
     window.begin_step(3)
-    write_request(tmp_path, Request("later", "stop"))
-    while (seen := read_answer(tmp_path)) is None or seen.id != "later":
+    write_message(tmp_path, Request("later", "stop"))
+    while (seen := read_message(tmp_path, Answer)) is None or seen.id != "later":
         pass
     window.close()
-    assert read_answer(tmp_path) == Answer("later", "none", files=[], lacks="the run has ended")
+    assert read_message(tmp_path, Answer) == Answer("later", "none", files=[], lacks="the run has ended")
 
 
 def test_the_answer_says_what_was_written(tmp_path: Path) -> None:
@@ -167,15 +165,15 @@ def test_the_answer_says_what_was_written(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("[]")
     (tmp_path / "spans.json").write_text("[]")
     (tmp_path / "gone.json").symlink_to(tmp_path / "renamed")
-    write_request(tmp_path, Request("before", "stop"))
+    write_message(tmp_path, Request("before", "stop"))
     window = job_of(tmp_path, "nothing")
     window.on_sums(3, taken(window, tmp_path, Request("now", "start", 2)))
     (tmp_path / "spans.json").write_text("[{}]")
     (tmp_path / "horovod.json").write_text("[{}]")
     for step in (5, 6, 7):
         window.begin_step(step)
-        assert read_answer(tmp_path) == Answer("now", "open", 4, 5, [], "nothing")
+        assert read_message(tmp_path, Answer) == Answer("now", "open", 4, 5, [], "nothing")
     window.begin_step(8)
     files = [str(tmp_path / name) for name in ("horovod.json", "spans.json")]
-    assert read_answer(tmp_path) == Answer("now", "over", 4, 5, files, "nothing")
+    assert read_message(tmp_path, Answer) == Answer("now", "over", 4, 5, files, "nothing")
     window.close()

@@ -5,16 +5,15 @@ From any machine that has access to the run's folder.
 
 from __future__ import annotations
 
-import argparse
 import secrets
 import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.cli.parser import Parser, local
+from hvdtrain.cli.parser import Parser, local, positive
 from hvdtrain.errors import RunDirectoryError
-from hvdtrain.observe.live_window import Answer, Request, read_answer, write_request
+from hvdtrain.observe.live_window import Answer, Request, read_message, write_message
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout
 
@@ -47,7 +46,7 @@ def parser(command: str) -> Parser:
     made.add_argument("run", type=local, metavar="RUN", help="the run's folder, as the job printed it")
     if command == "start":
         steps = "stop after N steps (default: record until stopped)"
-        made.add_argument("--steps", type=_count, default=0, metavar="N", help=steps)
+        made.add_argument("--steps", type=positive, default=0, metavar="N", help=steps)
         made.add_argument("--profile", action="store_true", help="record torch.profiler too, which slows these steps")
     patience = "maximum seconds to wait for the job to finish its current step (default: %(default)g)"
     made.add_argument("--patience_s", type=float, default=_PATIENCE_S, metavar="S", help=patience)
@@ -70,13 +69,6 @@ def _ended(run: Path, found: Answer) -> str:
     return "\n".join([*lines, f"next: hvdtrain timeline report {shlex.quote(str(run))}"])
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if not 0 < number < 1 << 31:
-        raise argparse.ArgumentTypeError("expected a number of steps >= 1")
-    return number
-
-
 def ask_window(
     run: Path, request: Request, *, patience_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> Answer:
@@ -89,12 +81,12 @@ def ask_window(
     folder = _folder(run)
     try:
         folder.mkdir(exist_ok=True)
-        write_request(folder, request)
+        write_message(folder, request)
     except OSError as error:
         raise RunDirectoryError(f"{folder} cannot be written: {error.strerror}") from error
     waited_s, has_answered = 0.0, False
     while waited_s < (patience_s if has_answered else SEEN_WITHIN_S):
-        found = read_answer(folder)
+        found = read_message(folder, Answer)
         if found is not None and found.id == request.id:
             if found.state == "none":
                 raise _refusal(run, request, found)

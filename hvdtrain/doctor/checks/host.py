@@ -182,7 +182,7 @@ def _size(count: int) -> str:
 
 def run_dir(facts: DoctorFacts) -> Finding:
     """Check that the run folder is writable and has enough space."""
-    wanted, answer = facts.storage.wanted, facts.storage.answer
+    wanted, answer = str(facts.run_dir), facts.storage
     if answer.error:
         why = f"checking it failed: {answer.error}; a file server that hangs blocks every save"
         fix = "run df on that folder; or use --run_dir on another file system"
@@ -205,7 +205,7 @@ def run_dir(facts: DoctorFacts) -> Finding:
 
 def run_dir_speed(facts: DoctorFacts) -> Finding | None:
     """Check the write speed of the run folder."""
-    values = facts.storage.answer.values
+    values = facts.storage.values
     if "mib_per_s" not in values:
         return None
     rate, sync_ms = float(values["mib_per_s"]), float(values["sync_ms"])
@@ -219,7 +219,7 @@ def run_dir_speed(facts: DoctorFacts) -> Finding | None:
 
 def run_dir_shared(facts: DoctorFacts) -> Finding | None:
     """Check that all hosts of a job share the run folder."""
-    values = facts.storage.answer.values
+    values = facts.storage.values
     if facts.info.one_host or "type" not in values:
         return None
     kind = str(values["type"])

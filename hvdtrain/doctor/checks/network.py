@@ -142,10 +142,6 @@ class _Leftover:
     harmless: tuple[str, ...] = _OFF
     only_gpu: bool = False
 
-    def hurts(self, value: str) -> bool:
-        word = value.strip().lower()
-        return word in self.harmful if self.harmful else word not in self.harmless
-
 
 _LEFTOVERS = (
     _Leftover(
@@ -183,7 +179,8 @@ def leftovers(facts: DoctorFacts) -> Finding | None:
     """Warn of variables that slow training down or fill the disk."""
     gpus = bool(facts.installation.torch.values.get("gpus"))
     rows = [row for row in _LEFTOVERS if row.name in facts.environ and (gpus or not row.only_gpu)]
-    bad = [row for row in rows if row.hurts(facts.environ[row.name])]
+    words = {row: facts.environ[row.name].strip().lower() for row in rows}
+    bad = [row for row in rows if (words[row] in row.harmful if row.harmful else words[row] not in row.harmless)]
     if not bad:
         return None
     text = ", ".join(f"{row.name}={facts.environ[row.name]}" for row in bad)

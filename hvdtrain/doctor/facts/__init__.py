@@ -9,9 +9,10 @@ from pathlib import Path
 
 from hvdtrain.doctor.facts.installation import Installation, MpiFacts, installation, mpi_facts
 from hvdtrain.doctor.facts.machine import GpuFacts, Machine, Network, gpu_facts, machine, network
-from hvdtrain.doctor.facts.storage import Storage, storage
+from hvdtrain.doctor.facts.storage import storage
 from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.errors import LaunchError
+from hvdtrain.programs import Answer
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import without_our_variables
 
@@ -29,7 +30,8 @@ class DoctorFacts:
     machine: Machine
     gpu: GpuFacts
     network: Network
-    storage: Storage
+    run_dir: Path  # as the user named it
+    storage: Answer  # about the run folder, of `storage`
     nccl_log: NcclLog | None = None  # if the user named one
 
 
@@ -55,6 +57,7 @@ def gather(
             machine=machine(before),
             gpu=gpu.result(),
             network=net.result(),
+            run_dir=run_dir,
             storage=disk.result(),
             mpi=mpi.result(),
             installation=installed.result(),

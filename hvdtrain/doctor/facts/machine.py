@@ -167,7 +167,6 @@ class Interface:
     address: str = ""  # its first IPv4 address; "" if it has none
     network: str = ""  # network of that address, such as ``10.0.0.0/24``; "" without an address
     mtu: int = 0  # largest packet in bytes
-    mbit: int = 0  # speed of the hardware in Mbit/s; 0 for virtual interfaces, or if unknown
     up: bool = True  # whether it is switched on and has a link
     loopback: bool = False  # whether it leads to this host only
     virtual: bool = False  # whether it leads to containers and virtual machines of this host only
@@ -217,14 +216,12 @@ def interfaces(root: Path = Path("/")) -> Iterator[Interface]:
     """Yield all network interfaces of this host."""
     addresses = psutil.net_if_addrs()
     for name, state in psutil.net_if_stats().items():
-        folder = root / "sys/class/net" / name
         ipv4 = next((one for one in addresses.get(name, ()) if one.family == socket.AF_INET), None)
         yield Interface(
             name,
             address=ipv4.address if ipv4 else "",
             network=str(ipaddress.ip_network(f"{ipv4.address}/{ipv4.netmask}", strict=False)) if ipv4 else "",
             mtu=state.mtu,
-            mbit=state.speed if (folder / "device").exists() else 0,  # virtual interfaces report a meaningless speed
             up=state.isup,
             loopback=ipaddress.ip_address(ipv4.address).is_loopback if ipv4 else name == "lo",
             virtual=is_virtual(name, root),

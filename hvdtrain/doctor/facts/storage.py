@@ -7,7 +7,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,13 @@ _CHUNKS = 32
 _ENOUGH_S = 1.0
 
 
-@dataclass(frozen=True)
-class Storage:
-    """The run folder.
+def storage(folder: Path) -> Answer:
+    """Check a folder. It writes up to 32 MiB for about a second, into a file without a name.
 
-    ``answer`` has facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``,
+    The answer has facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``,
     ``mib_per_s`` of synced writing, ``sync_ms`` of a small file, or ``problem``.
     """
-
-    wanted: str  # the folder as the user named it
-    answer: Answer
-
-
-def storage(folder: Path) -> Storage:
-    """Check a folder. It writes up to 32 MiB for about a second, into a file without a name."""
-    argv = [sys.executable, "-m", "hvdtrain.doctor.facts.storage", str(folder)]
-    return Storage(str(folder), answer(argv, _TIMEOUT_S))
+    return answer([sys.executable, "-m", "hvdtrain.doctor.facts.storage", str(folder)], _TIMEOUT_S)
 
 
 def probe(wanted: Path, mounts: str) -> dict[str, Any]:

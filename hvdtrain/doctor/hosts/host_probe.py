@@ -6,11 +6,8 @@ It reports facts about the host without importing torch or Horovod. Messages on 
     hello   {"path", "folder"}          the first message; the reply is  says {"facts"}
     ask     {"number", "what", ...}     the reply is  answer {"number", "value"}  or  answer {"number", "error"}
 
-Probes of two hosts test their connection. It begins with a token, which hosts receive only through the doctor, and one
-letter:
-
-    E   echoes each 8 bytes, until the client closes; without any, this only checks the connection
-    S   reads until the client closes, then sends the number of bytes in 8 bytes
+Probes of two hosts test their connection: one sends a token, which hosts receive only through the doctor, and the other
+answers with its reverse.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import os
 import platform
 import secrets
 import socket
-import struct
 import sys
 import threading
 import time
@@ -29,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -46,11 +41,7 @@ from hvdtrain.runtime.interfaces import interface_to, source_to
 
 CONNECT_S = 5.0
 _WAIT_S = 20.0  # how long to wait for the next bytes of a connection
-_BLOCK = bytes(1 << 18)
 _TOKEN_BYTES = 32
-_COUNT = struct.Struct("!Q")
-_PINGS = 200
-_WARM = 20
 
 LIFETIME_S = 600.0
 """A probe that loses its doctor, because the link is cut, ends after this time."""
@@ -96,26 +87,16 @@ def listen(address: str) -> Listener:
 def _answer(connection: socket.socket, token: str) -> None:
     with connection, suppress(OSError):
         connection.settimeout(_WAIT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        request = _exactly(connection, _TOKEN_BYTES + 1)
-        if not secrets.compare_digest(request[:-1], token.encode()):
-            return
-        connection.sendall(_proof(token))
-        if request[-1:] == b"E":
-            while ping := connection.recv(_COUNT.size):
-                connection.sendall(ping)
-        elif request[-1:] == b"S":
-            count, buffer = 0, bytearray(len(_BLOCK))
-            while size := connection.recv_into(buffer):
-                count += size
-            connection.sendall(_COUNT.pack(count))
+        if secrets.compare_digest(_receive_token(connection), token.encode()):
+            connection.sendall(_proof(token))
 
 
 def try_connection(listener: Listener) -> str:
     """Connect to a listener and return the fault, as in `Attempt`."""
     try:
-        with _connect(listener, b"E"):
-            return ""
+        with socket.create_connection((listener.address, listener.port), CONNECT_S) as end:
+            end.sendall(listener.token.encode())
+            return "" if _receive_token(end) == _proof(listener.token) else "stranger"
     except TimeoutError:
         return "timeout"
     except ConnectionRefusedError:
@@ -123,60 +104,17 @@ def try_connection(listener: Listener) -> str:
     except OSError as error:
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
             return "route"
-        return "stranger" if isinstance(error, _StrangerError) else str(error)
-
-
-def measure(listener: Listener, budget_s: float) -> tuple[float, float]:
-    """Measure the one-way time of a few bytes to a listener in seconds, and the bandwidth in bytes per second.
-
-    It takes about `budget_s` seconds. Errors: OSError if the listener does not answer.
-    """
-    with _connect(listener, b"E") as end:
-        times_s: list[float] = []
-        deadline_s = time.perf_counter() + budget_s / 2
-        while len(times_s) <= _WARM or (len(times_s) < _PINGS and time.perf_counter() < deadline_s):
-            start_s = time.perf_counter()
-            end.sendall(bytes(_COUNT.size))
-            _exactly(end, _COUNT.size)
-            times_s.append(time.perf_counter() - start_s)
-    with _connect(listener, b"S") as end:
-        start_s = time.perf_counter()
-        while time.perf_counter() - start_s < budget_s / 2:
-            end.sendall(_BLOCK)
-        end.shutdown(socket.SHUT_WR)
-        (count,) = _COUNT.unpack(_exactly(end, _COUNT.size))
-        elapsed_s = time.perf_counter() - start_s
-    return median(times_s[_WARM:]) / 2, count / elapsed_s
-
-
-class _StrangerError(OSError):
-    """Another program answers on that port."""
-
-
-def _connect(listener: Listener, letter: bytes) -> socket.socket:
-    end = socket.create_connection((listener.address, listener.port), CONNECT_S)
-    try:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        end.sendall(listener.token.encode() + letter)
-        if _exactly(end, _TOKEN_BYTES) != _proof(listener.token):
-            raise _StrangerError("another program answers on that port")
-        end.settimeout(_WAIT_S)
-    except BaseException:
-        end.close()
-        raise
-    return end
+        return str(error)
 
 
 def _proof(token: str) -> bytes:
     return token[::-1].encode()
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def _receive_token(end: socket.socket) -> bytes:
+    """Return as many bytes as a token has; fewer if the other end closes."""
     found = b""
-    while len(found) < size:
-        part = end.recv(size - len(found))
-        if not part:
-            raise _StrangerError("the connection was closed")
+    while len(found) < _TOKEN_BYTES and (part := end.recv(_TOKEN_BYTES - len(found))):
         found += part
     return found
 
@@ -192,7 +130,6 @@ class HostReport:
     torch: str
     horovod: str
     horovod_wrong: str  # why this Horovod cannot run on this host
-    mpi4py: str
     libmpi: str  # version of the MPI library that Horovod loads
     mpirun: str  # version of the mpirun on PATH, or next to Python
     kernel: str  # operating system
@@ -218,7 +155,6 @@ def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
         torch=package_version("torch") or "",
         horovod=package_version("horovod") or "",
         horovod_wrong=" ".join((horovod_mismatch() or "").split()) if package_version("horovod") else "",
-        mpi4py=package_version("mpi4py") or "",
         libmpi=mpi.library_version or "",
         mpirun=mpi.mpirun_version or "",
         kernel=f"{platform.system()} {platform.release()}",
@@ -265,7 +201,6 @@ ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "toward": lambda question: source_to(question["address"]),
     "listen": lambda question: listen(question["address"]),
     "reach": _reach,
-    "measure": lambda question: measure(Listener(**question["door"]), question["budget_s"]),
     "write": lambda question: Path(question["file"]).write_text(question["text"]),
     "remove": lambda question: Path(question["file"]).unlink(missing_ok=True),
     "look": _sees_file,

@@ -118,11 +118,6 @@ class Survey:
     attempts: Mapping[str, Mapping[str, Attempt]] = field(default_factory=dict)  # connections, by source and target
     sees_file: Mapping[str, bool] = field(default_factory=dict)  # whether a host sees the file of `writer`
 
-    @property
-    def reachable(self) -> list[str]:
-        """The hosts that reach all others."""
-        return [host for host, row in self.attempts.items() if not any(attempt.fault for attempt in row.values())]
-
     def interface(self, host: str) -> Interface | None:
         """Return the interface with a host's address; None if it is unknown."""
         interfaces = self.facts[host].interfaces
@@ -137,7 +132,6 @@ class Hosts:
 
     def __init__(self, job: JobSpec, environment: Mapping[str, str]) -> None:
         self.lost: dict[str, str] = {}
-        self._listeners: dict[str, Listener] = {}
         self._job, self._environment = job, environment
         self._probes: dict[str, ProbeClient] = {}
         self._pool = ThreadPoolExecutor(max(1, len(job.hosts)))
@@ -164,16 +158,6 @@ class Hosts:
         attempts = self._try_connections(addresses)
         job, lost = self._job, dict(self.lost)
         return Survey(job.hosts, job.folder, writer, lost, facts, addresses, offsets, attempts, sees_file)
-
-    def measure(self, source: str, target: str, budget_s: float) -> tuple[float, float]:
-        """Measure latency and bandwidth, as `host_probe.measure` does. Errors: NoAnswerError if that is impossible."""
-        door = self._listeners[target]
-        latency_s, bytes_per_s = self._probes[source].ask("measure", 60.0 + budget_s, door=door, budget_s=budget_s)
-        return latency_s, bytes_per_s
-
-    def in_parallel(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
-        """Call a function for all items in parallel."""
-        return list(self._pool.map(work, items))
 
     def _start(self) -> None:
         job = self._job
@@ -232,10 +216,10 @@ class Hosts:
         def listen(host: str) -> Listener:
             return Listener(**self._probes[host].ask("listen", _ASK_S, address=addresses[host]))
 
-        self._listeners = self._ask_all(listen)
+        listeners = self._ask_all(listen)
 
         def reach(host: str) -> Mapping[str, Attempt]:
-            doors = {other: door for other, door in self._listeners.items() if other != host}
+            doors = {other: door for other, door in listeners.items() if other != host}
             timeout_s = _ASK_S + CONNECT_S * (1 + len(doors) / 32)
             attempts = self._probes[host].ask("reach", timeout_s, doors=doors)
             return {other: Attempt(**attempt) for other, attempt in attempts.items()}
@@ -252,7 +236,7 @@ class Hosts:
             except NoAnswerError as error:
                 return error
 
-        answers = dict(zip(hosts, self.in_parallel(ask, hosts), strict=True))
+        answers = dict(zip(hosts, self._pool.map(ask, hosts), strict=True))
         for host, value in answers.items():
             if isinstance(value, NoAnswerError):
                 self.lost[host] = str(value)

@@ -15,7 +15,6 @@ A = HostReport(
     torch="2.13.0",
     horovod="0.28.1+torch2.13.0",
     horovod_wrong="",
-    mpi4py="4.1",
     libmpi="Open MPI v4.1.8",
     mpirun="mpirun (Open MPI) 4.1.8",
     kernel="Linux 6.1",
@@ -25,9 +24,9 @@ A = HostReport(
     host=HostFacts(cores=8),
     limits=Limits(files=1 << 20),
     folder=True,
-    interfaces=(Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1500, 10000),),
+    interfaces=(Interface("eth0", "10.0.0.1", "10.0.0.0/24", 1500),),
 )
-ETH0_OF_B = Interface("eth0", "10.0.0.2", "10.0.0.0/24", 1500, 10000)
+ETH0_OF_B = Interface("eth0", "10.0.0.2", "10.0.0.0/24", 1500)
 B = replace(A, name="node-b", address="10.0.0.2", interfaces=(ETH0_OF_B,))
 WELL = Survey(
     slots={"a": 2, "b": 2},

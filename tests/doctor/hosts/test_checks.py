@@ -15,7 +15,7 @@ from hvdtrain.runtime.host import HostFacts
 from tests.doctor.hosts.surveys import WELL, A, other, tried
 
 FABRIC = HostFacts(cores=8, fabric=True)
-BRIDGE = Interface("docker0", "172.17.0.1", "172.17.0.0/16", 1500, 0)
+BRIDGE = Interface("docker0", "172.17.0.1", "172.17.0.0/16", 1500)
 
 
 def skewed(seconds: float) -> Survey:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.doctor.hosts import host_probe
-from hvdtrain.doctor.hosts.host_probe import Listener, listen, measure, try_connection
+from hvdtrain.doctor.hosts.host_probe import Listener, listen, try_connection
 from tests.support.launch import TIMEOUT_S
 
 HERE = "127.0.0.1"
@@ -52,7 +52,7 @@ def test_a_request_with_the_token_is_answered() -> None:
     assert try_connection(replace(door, token="0" * 32)) == "stranger"
     assert listen(HERE).token != door.token
     with socket.create_connection((HERE, door.port)) as end:
-        end.sendall(b"0" * 33)
+        end.sendall(b"0" * 32)
         assert end.recv(100) == b"", "a stranger is told nothing"
 
 
@@ -72,20 +72,3 @@ def test_each_fault_is_distinguished_from_the_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(host_probe, "CONNECT_S", 0.2)
     with listening(None) as door:
         assert try_connection(door) == "timeout"
-
-
-def test_a_slow_path_is_measured_in_about_the_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only sending moves: a ping by 5 ms each way, a block by 10 ms."""
-    now = [0.0]
-
-    class Slow(socket.socket):
-        def sendall(self, data: bytes, flags: int = 0) -> None:  # type: ignore[override]
-            now[0] += 0.01 if len(data) > 1000 else 0.005 if data == bytes(8) else 0.0
-            super().sendall(data, flags)
-
-    monkeypatch.setattr(host_probe.socket, "socket", Slow)
-    monkeypatch.setattr(host_probe.time, "perf_counter", lambda: now[0])
-    latency_s, bytes_per_s = measure(listen(HERE), 1.0)
-    assert latency_s == pytest.approx(0.005)
-    assert bytes_per_s == pytest.approx(len(host_probe._BLOCK) / 0.01)
-    assert now[0] == pytest.approx(1.0, abs=0.05)

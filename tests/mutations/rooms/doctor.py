@@ -11,13 +11,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/doctor/hosts/test_checks.py",
     ),
     mutation(
-        "doctor/links/expected.py",
-        "work = job.micro_batch * job.passes",
-        "work = job.micro_batch",
-        "the outlook gives each rank one micro-batch instead of the run's work",
-        "tests/doctor/links/test_expected.py",
-    ),
-    mutation(
         "doctor/hosts/survey.py",
         "Offset((there - (sent + came) / 2) * 1e-9,",
         "Offset((there - sent) * 1e-9,",

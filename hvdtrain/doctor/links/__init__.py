@@ -1,1 +1,0 @@
-"""Link speed between and within hosts, and predicted step times."""

@@ -1,1 +1,0 @@
-"""A server of OpenAI's API for a trained language model."""
