@@ -41,6 +41,7 @@ SCRIPTS = (
     "recovery",
     "startup",
     "rendezvous",
+    "scale",
     "straggler",
     "balance",
     "compressors",

@@ -25,6 +25,8 @@ from hvdtrain.runtime.channel import BEAT_S, encode_message
 from hvdtrain.runtime.interfaces import interface_to, shared_fabric
 
 _TICK_S = 0.1
+_REST = 9
+"""Pause after a tick, in times its duration, but no longer than the time between two ticks without an event."""
 _ASK_S = 1.0
 
 
@@ -35,7 +37,7 @@ class Driver:
         self._plan = plan
         self._screen = Screen(show)
         self._say = self._screen.say
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[float, Callable[[], None]]] = queue.SimpleQueue()
         self._members = Membership(plan.limits, plan.local, time.monotonic())
         self._links: dict[str, AgentLink] = {}
         self._old: list[AgentLink] = []
@@ -43,7 +45,7 @@ class Driver:
         self._log = EventLog(plan.events)
         self._ranks: dict[int, int] = {}
         self._code: int | None = None
-        self._beat_s = 0.0
+        self._beat_s = self._next_tick_s = 0.0
         self._over = threading.Event()
 
     @property
@@ -53,16 +55,23 @@ class Driver:
 
     def signal(self, name: str) -> None:
         """Queue a signal; safe in a signal handler."""
-        self._inbox.put(partial(self._signal, name))
+        self._put(partial(self._signal, name))
+
+    def _put(self, handle: Callable[[], None]) -> None:
+        """Queue what the deciding thread shall do, with the time; any thread calls it."""
+        self._inbox.put((time.monotonic(), handle))
 
     def run(self) -> int:
         """Run the job to its end; return the exit code. Raise LaunchError if the discovery script fails at first."""
         try:
             self._find_hosts()
+            heard_s = time.monotonic()
             while self._code is None:
-                self._handle_all()
-                self._execute(self._members.tick(time.monotonic()))
+                began_s = time.monotonic()
+                self._execute(self._members.tick(heard_s))
+                self._next_tick_s = time.monotonic() + min(_TICK_S, _REST * (time.monotonic() - began_s))
                 self._beat()
+                heard_s = self._handle_all()
             return self._code
         finally:
             self._over.set()
@@ -90,39 +99,48 @@ class Driver:
                 continue
             if hosts != last or error:
                 last, error = hosts, ""
-                self._inbox.put(partial(self._set_hosts, hosts))
+                self._put(partial(self._set_hosts, hosts))
 
     def _set_hosts(self, hosts: dict[str, int]) -> None:
-        self._execute(self._members.hosts_discovered(hosts, time.monotonic()))
+        self._members.hosts_discovered(hosts, time.monotonic())
 
     def _signal(self, name: str) -> None:
         if name in ("SIGUSR1", "SIGUSR2"):
             for worker in self._members.job.workers.values():
                 self._send(worker.host, "signal", worker=worker.number, name=name)
         else:
-            self._execute(self._members.signal_received(name, time.monotonic()))
+            self._members.signal_received(name, time.monotonic())
 
-    def _handle_all(self) -> None:
-        """Wait a moment for an event, then handle all that have arrived."""
-        wait: float | None = _TICK_S
-        while self._code is None:
+    def _handle_all(self) -> float:
+        """Wait a moment for an event, then handle all that arrive until the next tick is due.
+
+        Returns until when everything that has arrived is handled.
+        """
+        wait_s, until_s = _TICK_S, time.monotonic() + _TICK_S
+        while True:
+            now_s = time.monotonic()
             try:
-                handle = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+                arrived_s, handle = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             except queue.Empty:
-                return self._relay.flush()
-            wait = None
+                break
             handle()
+            wait_s = max(0.0, self._next_tick_s - time.monotonic())
+            if time.monotonic() > until_s:
+                now_s = arrived_s
+                break
+        self._relay.flush()
+        return now_s
 
-    def _handle(self, link: AgentLink, message: dict[str, Any]) -> None:
-        now, kind, host = time.monotonic(), message["type"], link.host
+    def _handle(self, link: AgentLink, message: dict[str, Any], now: float) -> None:
+        kind, host = message["type"], link.host
         if self._links.get(host) is not link:
             return
         if kind == "said":
-            self._execute(self._members.worker_message(message["worker"], message["message"], now))
+            self._members.worker_message(message["worker"], message["message"], now)
         elif kind == "dying":
-            self._execute(self._members.worker_dying(message["worker"], now))
+            self._members.worker_dying(message["worker"], now)
         elif kind == "exited":
-            self._execute(self._members.worker_exited(message["worker"], message["code"], now))
+            self._members.worker_exited(message["worker"], message["code"], now)
         elif kind == "put":
             self._relay.put(message["round"], message["key"], message["value"])
         elif kind == "beat":
@@ -132,15 +150,15 @@ class Driver:
         elif kind == "ready":
             link.store, link.networks = message["store"], message["networks"]
             link.address, link.interface = message["address"], message["interface"]
-            self._execute(self._members.agent_ready(host, now))
+            self._members.agent_ready(host, now)
         elif kind == "gone":
-            self._execute(self._members.agent_lost(host, message["why"], now))
+            self._members.agent_lost(host, message["why"], now)
 
     def _receive(self, item: tuple[AgentLink, dict[str, Any]]) -> None:
         """Receive a message in a thread of its link. Lines of ranks are shown here, without the deciding thread."""
         link, message = item
         if message["type"] != "line":
-            return self._inbox.put(partial(self._handle, link, message))
+            return self._put(partial(self._handle, link, message, time.monotonic()))
         rank = self._ranks.get(message["worker"], 0)
         tag = f"[{rank}] " if rank or self._plan.tag else ""
         self._screen.show(tag + message["text"], message["err"])
@@ -149,9 +167,10 @@ class Driver:
         commands, plan = list(commands), self._plan
         chosen = list(dict.fromkeys(c.host for c in commands if isinstance(c, job.SendMessage) and c.kind == "round"))
         fabric = shared_fabric([self._links[host].networks for host in chosen])
+        away = next((host for host in chosen if host not in plan.local), "")
         for command in commands:
             if isinstance(command, job.SendMessage):
-                self._send_to_worker(command, chosen, fabric)
+                self._send_to_worker(command, away, fabric)
             elif isinstance(command, job.Event):
                 self._log.write(command.name, {**command.facts, **({"text": command.text} if command.text else {})})
                 if command.text:
@@ -174,35 +193,35 @@ class Driver:
                 assert isinstance(command, job.End)
                 self._code = command.code
 
-    def _send_to_worker(self, command: job.SendMessage, chosen: list[str], fabric: str) -> None:
+    def _send_to_worker(self, command: job.SendMessage, away: str, fabric: str) -> None:
         facts = command.facts
         if command.kind == "round":
             self._ranks[command.worker] = facts["rank"]
             link = self._links[command.host]
             store = f"{link.store}/{facts['round']}"
-            facts = {**facts, "store": store, "interface": self._interface(link, chosen, fabric)}
+            facts = {**facts, "store": store, "interface": self._interface(link, away, fabric)}
         self._send(command.host, "tell", worker=command.worker, what=command.kind, facts=facts)
 
-    def _interface(self, link: AgentLink, chosen: list[str], fabric: str) -> str:
-        """Return the interface by which ranks of this host reach those of the chosen hosts.
+    def _interface(self, link: AgentLink, away: str, fabric: str) -> str:
+        """Return the interface by which ranks of this host reach those of the other hosts.
 
-        `fabric`: network of the fast interfaces of all of them, "" where there is none.
+        `away`: one that is not this machine, "" if there is none; `fabric`: network of the fast interfaces of all of
+        them, "" where there is none.
         """
-        away = [host for host in chosen if host not in self._plan.local]
         if not away:
             return "lo"
         if self._plan.job.interface or fabric:
             return self._plan.job.interface or link.networks[fabric]
         if link.host not in self._plan.local:
             return link.interface
-        return interface_to(self._links[away[0]].address)
+        return interface_to(self._links[away].address)
 
     def _start_agent(self, host: str) -> None:
         argv, environment = agent_command(self._plan, host), starting_environment(self._plan, host)
         try:
             link = AgentLink(host, argv, environment, self._receive)
         except OSError as error:
-            self._execute(self._members.agent_lost(host, str(error), time.monotonic()))
+            self._members.agent_lost(host, str(error), time.monotonic())
             return
         self._links[host] = link
         link.start()

@@ -1,4 +1,4 @@
-"""The membership of a job: a state machine without I/O. Inputs are events and the time; outputs are `Command`s.
+"""The membership of a job: a state machine without I/O. Inputs are events and the time; a tick returns `Command`s.
 
 A round is a membership: ranks 0 to size - 1 from one start of Horovod to its end. Tests hold these laws:
 
@@ -27,11 +27,11 @@ class Membership:
         self.job = Job(limits, now_s, began_s=now_s)
         self._local = local
 
-    def hosts_discovered(self, hosts: dict[str, int], now_s: float) -> list[Command]:
+    def hosts_discovered(self, hosts: dict[str, int], now_s: float) -> None:
         """Set the slots by host that may be used from now on."""
-        return self._apply(now_s, worker_starts.set_hosts, hosts, self._local)
+        self._apply(now_s, worker_starts.set_hosts, hosts, self._local)
 
-    def agent_ready(self, host: str, now_s: float) -> list[Command]:
+    def agent_ready(self, host: str, now_s: float) -> None:
         """Handle an agent that is ready to start workers."""
         self._begin(now_s)
         known = self.job.hosts.get(host)
@@ -39,10 +39,9 @@ class Membership:
             known.agent = "ready"
             self.job.log_event("host", host=host)
         self.agent_heartbeat(host, {}, now_s)
-        return self._advance()
 
     def agent_heartbeat(self, host: str, halted: Mapping[int, bool], now_s: float, busy: Collection[int] = ()) -> None:
-        """Handle an agent's heartbeat. The next tick acts on it.
+        """Handle an agent's heartbeat.
 
         `halted`: which of its processes are stopped, for example by SIGSTOP; `busy`: workers that compute.
         """
@@ -57,20 +56,20 @@ class Membership:
             if number in self.job.workers:
                 self.job.workers[number].busy_s = now_s
 
-    def agent_lost(self, host: str, why: str, now_s: float) -> list[Command]:
+    def agent_lost(self, host: str, why: str, now_s: float) -> None:
         """Handle the loss of a host's agent."""
-        return self._apply(now_s, faults.lose_host, self.job.hosts.get(host), why)
+        self._apply(now_s, faults.lose_host, self.job.hosts.get(host), why)
 
-    def worker_dying(self, number: int, now_s: float) -> list[Command]:
+    def worker_dying(self, number: int, now_s: float) -> None:
         """Handle the start of a worker's end in the kernel; `worker_exited` follows with the exit code."""
-        return self._apply(now_s, faults.mark_dying, self.job.workers.get(number))
+        self._apply(now_s, faults.mark_dying, self.job.workers.get(number))
 
-    def worker_exited(self, number: int, code: int, now_s: float) -> list[Command]:
+    def worker_exited(self, number: int, code: int, now_s: float) -> None:
         """Handle the exit of a worker. `code`: negative for the signal that ended it."""
-        return self._apply(now_s, faults.handle_exit, self.job.workers.get(number), code)
+        self._apply(now_s, faults.handle_exit, self.job.workers.get(number), code)
 
-    def worker_message(self, number: int, message: Mapping[str, Any], now_s: float) -> list[Command]:
-        """Handle a worker's message. The next tick acts on a heartbeat."""
+    def worker_message(self, number: int, message: Mapping[str, Any], now_s: float) -> None:
+        """Handle a worker's message."""
         self._begin(now_s)
         worker = self.job.workers.get(number)
         if worker is not None:
@@ -78,27 +77,28 @@ class Membership:
         hear = _SAID.get(str(message.get("type")))
         if worker is not None and hear is not None:
             hear(self.job, worker, message)
-        return [] if hear is _alive else self._advance()
 
-    def signal_received(self, name: str, now_s: float) -> list[Command]:
+    def signal_received(self, name: str, now_s: float) -> None:
         """Handle SIGTERM or SIGINT to the driver."""
-        return self._apply(now_s, job_end.stop_job, name)
+        self._apply(now_s, job_end.stop_job, name)
 
     def tick(self, now_s: float) -> list[Command]:
-        """Advance the time."""
+        """Apply all rules to the current state; return what to do, which follows from all inputs since the last tick.
+
+        `now_s`: not later than the oldest input that was not given yet, or a rank seems silent that is not.
+        """
         self._begin(now_s)
         return self._advance()
 
-    def _apply(self, now_s: float, rule: Callable[..., None], subject: object, *facts: object) -> list[Command]:
-        """Apply a rule to its subject, unless that is unknown, and then all rules."""
+    def _apply(self, now_s: float, rule: Callable[..., None], subject: object, *facts: object) -> None:
+        """Apply a rule to its subject, unless that is unknown."""
         self._begin(now_s)
         if subject is not None:
             rule(self.job, subject, *facts)
-        return self._advance()
 
     def _begin(self, now_s: float) -> None:
         away = now_s - self.job.now_s > _GAP_S
-        self.job.now_s = now_s
+        self.job.now_s = max(self.job.now_s, now_s)  # inputs of several threads may be in another order
         if away:
             faults.reset_heartbeats(self.job)
 

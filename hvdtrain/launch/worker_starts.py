@@ -65,11 +65,11 @@ def _start(job: Job, started: list[Worker]) -> None:
     The reported size counts every slot as used, and is at least 2 where that is possible. Settings that must be equal
     on all ranks depend on it: a rank that starts first or alone must get the same size as the others.
     """
-    guess = order(job.staying(), job.hosts)
+    guess, numbers = order(job.staying(), job.hosts), {worker.number for worker in started}
     room = sum(host.slots for host in job.hosts.values())
     size = max(len(guess), min(job.limits.most, max(room, 2)))
     for worker, place in zip(guess, places(guess), strict=True):
-        if worker in started:
+        if worker.number in numbers:
             local_size = max(place["local_size"], min(job.hosts[worker.host].slots, size))
             place |= {"size": size, "local_size": local_size}
             job.commands.append(StartWorker(worker.number, worker.host, place))

@@ -57,7 +57,8 @@ def end_all(job: World) -> None:
 
 
 def send_signal(job: World, name: str = "SIGTERM") -> None:
-    job.do(job.members.signal_received(name, job.now_s))
+    job.members.signal_received(name, job.now_s)
+    job.tick(0)
 
 
 def wait_for_one(job: World, one: FakeWorker, idle_s: float, waited_s: float = 61) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.launch import driver as driver_module
 from hvdtrain.launch.job import Limits
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.worker_plan import WorkerPlan
 from tests.support.job_world import FakeWorker, World
 
 LIMITS = Limits(start=3, least=2, most=5)
@@ -153,7 +157,8 @@ def test_a_signal_always_ends_the_job(history: History, name: str, deaf: bool) -
         return
     for worker in job.living():
         worker.deaf = worker.deaf or deaf
-    job.do(job.members.signal_received(name, job.now_s))
+    job.members.signal_received(name, job.now_s)
+    job.tick(0)
     job.wait(LIMITS.stop_s + LIMITS.end_s + 1)
     assert job.code is not None and job.code > 0 and not job.living()
 
@@ -195,7 +200,7 @@ def job(size: int) -> World:
 
 
 DEEDS: dict[str, Callable[[World], object]] = {
-    "a moment goes by": lambda world: world.members.tick(world.now_s),
+    "a moment goes by": lambda world: None,
     "a rank is gone": lambda world: world.members.worker_exited(world.by_rank(9).number, -9, world.now_s),
     "a host is gone": lambda world: world.members.agent_lost("b1", "why", world.now_s),
     "one leaves the round": lambda world: world.members.worker_message(
@@ -206,8 +211,18 @@ DEEDS: dict[str, Callable[[World], object]] = {
 
 @pytest.mark.parametrize("deed", DEEDS)
 def test_the_cost_of_events_grows_in_proportion(deed: str) -> None:
-    few, many = job(32), job(128)
-    assert calls(lambda: DEEDS[deed](many)) < 6 * calls(lambda: DEEDS[deed](few))
+    def cost(world: World) -> int:
+        return calls(lambda: (DEEDS[deed](world), world.members.tick(world.now_s)))
+
+    assert cost(job(128)) < 6 * cost(job(32))
+
+
+def test_all_events_of_a_moment_cost_one_look_at_the_ranks() -> None:
+    world, twin = job(128), job(128)
+    joins = [(worker.number, {"type": "join", "why": "changed"}) for worker in world.round()]
+    one = calls(lambda: (world.members.worker_message(*joins[0], world.now_s), world.members.tick(world.now_s)))
+    half = calls(lambda: [twin.members.worker_message(*each, twin.now_s) for each in joins[:64]])
+    assert half + calls(lambda: twin.members.tick(twin.now_s)) < 5 * one
 
 
 def test_a_sign_of_life_costs_the_same_among_any_number() -> None:
@@ -218,3 +233,21 @@ def test_a_sign_of_life_costs_the_same_among_any_number() -> None:
         return calls(lambda: world.members.worker_message(number, message, world.now_s))
 
     assert cost(job(32)) == cost(job(128))
+
+
+def test_a_driver_that_lags_behind_judges_by_what_it_has_handled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handling takes longer than messages take to arrive: until then, whoever spoke last is not silent."""
+    clock = SimpleNamespace(now_s=1000.0)
+    monkeypatch.setattr(driver_module, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    job, handled = JobSpec(arguments=("x",), ranks=2), list[float]()
+    driver = driver_module.Driver(WorkerPlan(job, ("x",), Limits(2, 2, 2), {"a": 2}), lambda text, err: None)
+
+    def handle(arrived_s: float) -> None:
+        handled.append(arrived_s)
+        clock.now_s += 20.0
+
+    for seconds in (0.0, 0.5, 1.0):
+        clock.now_s = 1000.0 + seconds
+        driver._put(partial(handle, clock.now_s))
+    assert [driver._handle_all() for _ in range(3)] == [1000.0, 1000.5, 1001.0] == handled
+    assert driver._handle_all() == clock.now_s, "nothing is left: silence counts until now"

@@ -50,7 +50,8 @@ class World:
         self.hosts(hosts)
 
     def hosts(self, hosts: dict[str, int]) -> None:
-        self.do(self.members.hosts_discovered(hosts, self.now_s))
+        self.members.hosts_discovered(hosts, self.now_s)
+        self.tick(0)
 
     def tick(self, seconds: float = 0.1) -> None:
         self.now_s += seconds
@@ -77,21 +78,25 @@ class World:
         self.say(worker, "join", after=worker.round, why=why, text=text, step=worker.step)
 
     def say(self, worker: FakeWorker, kind: str, **facts: Any) -> None:
-        self.do(self.members.worker_message(worker.number, {"type": kind, **facts}, self.now_s))
+        self.members.worker_message(worker.number, {"type": kind, **facts}, self.now_s)
+        self.tick(0)
 
     def die(self, worker: FakeWorker) -> None:
         """The kernel begins to end it."""
         worker.dying, worker.inside = True, False
-        self.do(self.members.worker_dying(worker.number, self.now_s))
+        self.members.worker_dying(worker.number, self.now_s)
+        self.tick(0)
 
     def exit(self, worker: FakeWorker, code: int = -9) -> None:
         worker.alive = worker.inside = False
-        self.do(self.members.worker_exited(worker.number, code, self.now_s))
+        self.members.worker_exited(worker.number, code, self.now_s)
+        self.tick(0)
 
     def cut(self, host: str) -> None:
         """The agent of a host is gone, with its workers."""
         self._stop_agent(host)
-        self.do(self.members.agent_lost(host, "the link is cut", self.now_s))
+        self.members.agent_lost(host, "the link is cut", self.now_s)
+        self.tick(0)
 
     def finish(self, worker: FakeWorker, why: str = "finished", code: int = 0) -> None:
         self.say(worker, "leaving", why=why)
@@ -145,10 +150,11 @@ class World:
 
     def _start_agent(self, host: str) -> None:
         if host in self.unreachable:
-            self.do(self.members.agent_lost(host, "Connection refused", self.now_s))
+            self.members.agent_lost(host, "Connection refused", self.now_s)
         else:
             self.agents.add(host)
-            self.do(self.members.agent_ready(host, self.now_s))
+            self.members.agent_ready(host, self.now_s)
+        self.tick(0)
 
     def _stop_agent(self, host: str) -> None:
         self.agents.discard(host)

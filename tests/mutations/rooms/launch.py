@@ -198,4 +198,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a rank that a signal ended is reported with an exit code",
         "tests/launch/test_job.py",
     ),
+    mutation(
+        "launch/driver.py",
+        "now_s = arrived_s",
+        "now_s = time.monotonic()",
+        "a driver that lags behind takes ranks for silent whose signs of life it has not handled",
+        "tests/launch/test_membership_laws.py",
+    ),
 )

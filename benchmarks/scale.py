@@ -1,0 +1,221 @@
+"""The control plane of a job of up to thousands of ranks: our own driver, with simulated hosts.
+
+The driver is the real one. Its agents are objects in the same process that answer as real ones do: a rank asks for a
+place when it is started or when its round has broken, and gives a sign of life each second. The network, the agents'
+processes and ssh are left out. `--busy` adds loops that take all cores meanwhile.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import multiprocessing
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from common import Figure, figure, options, report
+
+from hvdtrain.launch import driver as driver_module
+from hvdtrain.launch.driver import Driver
+from hvdtrain.launch.job import Limits
+from hvdtrain.launch.spec import JobSpec
+from hvdtrain.launch.worker_plan import Starter, WorkerPlan
+from hvdtrain.runtime.channel import BEAT_S
+
+PER_HOST = 8
+QUIET_S = 5.0
+"""Of heartbeats alone, for the driver's share of a core."""
+
+
+class Crowd:
+    """All simulated agents and ranks. One thread delivers what they say."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, FakeLink] = {}
+        self.rounds: dict[int, int] = {}  # of each living worker, its round
+        self.begun: dict[int, float] = {}  # by round, when its last rank was told
+        self._due: list[tuple[float, int, FakeLink, dict[str, Any]]] = []
+        self._lock = threading.Condition()
+        self._order = itertools.count()
+        self._over = False
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    def say(self, link: FakeLink, message: dict[str, Any], after_s: float = 0.0) -> None:
+        """Deliver a message of an agent."""
+        with self._lock:
+            heapq.heappush(self._due, (time.monotonic() + after_s, next(self._order), link, message))
+            self._lock.notify()
+
+    def join(self, link: FakeLink, worker: int, why: str) -> None:
+        """Ask for a place."""
+        message = {"type": "join", "why": why, "after": self.rounds.get(worker, 0), "step": 0}
+        self.rounds[worker] = 0
+        self.say(link, {"type": "said", "worker": worker, "message": message})
+
+    def close(self) -> None:
+        """Deliver no more."""
+        with self._lock:
+            self._over = True
+            self._lock.notify()
+
+    def _deliver(self) -> None:
+        while True:
+            with self._lock:
+                now = time.monotonic()
+                while not self._over and (not self._due or self._due[0][0] > now):
+                    self._lock.wait(self._due[0][0] - now if self._due else None)
+                    now = time.monotonic()
+                if self._over:
+                    return
+                _, _, link, message = heapq.heappop(self._due)
+            if message["type"] == "beats":  # of an agent and its ranks
+                link.inbox((link, {"type": "beat", "halted": {}, "busy": []}))
+                for worker in [n for n in link.workers if n in self.rounds]:
+                    alive = {"type": "alive", "round": self.rounds[worker], "step": 1, "idle_s": 0.0, "waiting": False}
+                    link.inbox((link, {"type": "said", "worker": worker, "message": alive}))
+                self.say(link, message, BEAT_S)
+            else:
+                link.inbox((link, message))
+
+
+class FakeLink:
+    """An agent as the driver sees it."""
+
+    crowd: Crowd
+
+    def __init__(self, host: str, argv: Any, environment: Any, inbox: Any) -> None:
+        self.host, self.inbox, self.workers = host, inbox, set[int]()
+        self.store, self.address, self.interface, self.networks = "", "127.0.0.1", "lo", {"n": "lo"}
+        self.crowd.links[host] = self
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Do as the driver says."""
+        if kind == "hello":
+            place = {"address": "127.0.0.1", "interface": "lo", "networks": self.networks}
+            self.crowd.say(self, {"type": "ready", "pid": 1, "store": "s", **place})
+            self.crowd.say(self, {"type": "beats"}, BEAT_S)
+        elif kind == "start":
+            self.workers.add(facts["worker"])
+            self.crowd.join(self, facts["worker"], "started")
+        elif kind == "kill":
+            self._exit(facts["worker"], -9)
+        elif kind == "tell" and facts["worker"] in self.crowd.rounds:
+            if facts["what"] == "round":
+                number = facts["facts"]["round"]
+                self.crowd.rounds[facts["worker"]], self.crowd.begun[number] = number, time.monotonic()
+            elif facts["what"] in ("broken", "changed"):
+                self.crowd.join(self, facts["worker"], "failed" if facts["what"] == "broken" else "changed")
+            elif facts["what"] in ("end", "stop"):
+                self._exit(facts["worker"], 0)
+
+    def _exit(self, worker: int, code: int) -> None:
+        self.workers.discard(worker)
+        if self.crowd.rounds.pop(worker, None) is not None:
+            self.crowd.say(self, {"type": "exited", "worker": worker, "code": code})
+
+    def write(self, data: bytes) -> None:
+        """Values and beats of the driver are not simulated."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def kill(self) -> None:
+        """Nothing to kill."""
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Nothing to wait for."""
+
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return True
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def busy(number: int) -> Iterator[None]:
+    loops = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(number)]
+    for loop in loops:
+        loop.start()
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+
+
+def simulate(size: int) -> list[Figure]:
+    """Start a job, watch it for some seconds, kill a rank, and wait for the next round."""
+    crowd = FakeLink.crowd = Crowd()
+    hosts = {f"h{number}": PER_HOST for number in range(size // PER_HOST)}
+    limits = Limits(start=size, least=2, most=size, cooldown_s=60.0)
+    job = JobSpec(arguments=("x",), ranks=size, hosts=hosts, nodes=len(hosts))
+    plan = WorkerPlan(job, ("x",), limits, hosts, local=frozenset({"h0"}), starter=Starter())
+    driver = Driver(plan, lambda text, err: None)
+    used = dict[str, float]()
+
+    def drive() -> None:
+        try:
+            driver.run()
+        finally:
+            used["whole"] = time.thread_time()
+
+    began, thread = time.monotonic(), threading.Thread(target=drive)
+    thread.start()
+    _until(lambda: crowd.begun.get(1) and sum(n == 1 for n in crowd.rounds.values()) == size)
+    first_s = crowd.begun[1] - began
+    clock = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
+    before = time.clock_gettime(clock)
+    time.sleep(QUIET_S)
+    share = (time.clock_gettime(clock) - before) / QUIET_S
+    victim = crowd.links[f"h{len(hosts) - 1}"]
+    lost, killed = next(iter(victim.workers)), time.monotonic()
+    victim._exit(lost, -9)
+    _until(lambda: 2 in crowd.begun and not _waiting(crowd))
+    second_s = crowd.begun[2] - killed
+    left = sum(number == max(crowd.rounds.values()) for number in crowd.rounds.values())
+    driver.signal("SIGTERM")
+    driver.signal("SIGTERM")
+    thread.join(60.0)
+    crowd.close()
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return [
+        figure(f"scale/round_s_{size}", [first_s], "s"),
+        figure(f"scale/new_round_s_{size}", [second_s], "s"),
+        figure(f"scale/healthy_lost_{size}", [size - 1 - left], "ranks"),
+        figure(f"scale/driver_cores_{size}", [share], "cores"),
+        figure(f"scale/rss_mib_{size}", [rss], "MiB, with the simulated ranks"),
+    ]
+
+
+def _waiting(crowd: Crowd) -> bool:
+    return any(number == 0 for number in list(crowd.rounds.values()))
+
+
+def _until(is_so: Any, limit_s: float = 240.0) -> None:
+    end = time.monotonic() + limit_s
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError("the job did not get so far")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    parser = options(__doc__)
+    parser.add_argument("--ranks", default="64,256,1024", help="numbers of ranks (default: 64,256,1024)")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside (default: 0)")
+    arguments = parser.parse_args()
+    driver_module.AgentLink = FakeLink  # type: ignore[assignment,misc]
+    sizes = [64] if arguments.quick else [int(text) for text in arguments.ranks.split(",")]
+    with busy(arguments.busy):
+        report([found for size in sizes for found in simulate(size)], arguments.json)
