@@ -6,6 +6,7 @@ A compression is written ``name``, or ``name:number`` to change the default of i
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from hvdtrain.compression.outer import OuterCoding
 
 
+_WORTH = 1 << 16
+"""Elements of a gradient below which its bytes do not matter."""
 ONE_HOST_MIB = 32
 """Bucket size on one host, where an exchange during backward takes its time from backward: the default model on 2 ranks
 and 2 cores took 1.05 of a step without exchange with buckets of 8 MiB, and 1.03 with one bucket of 27 MiB."""
@@ -105,6 +108,24 @@ class Compression:
         other = self.kind.copies_bfloat16 if bucket.dtype == "bfloat16" else None
         collectives = len(self.collectives(bucket, ranks))
         return (other or self.kind.copies).estimate(gradient_bytes, collectives, ranks, copy_s)
+
+    def break_even(self, shapes: Sequence[Sequence[int]], ranks: int) -> int | None:
+        """Return up to how many ranks it sends fewer bytes than uncompressed gradients; None if at `ranks` it does.
+
+        `shapes` are those of the gradients. What an allgather brings grows with the number of ranks.
+        """
+        buckets = [Bucket([shape], "float32", math.prod(shape)) for shape in shapes if math.prod(shape) >= _WORTH]
+
+        def gains(size: int) -> bool:
+            coded, whole = (
+                sum(sizes.sent_bytes(payload(bucket, size), size) for bucket in buckets)
+                for payload in (self.payload, lambda bucket, size: sizes.plain(bucket, size, 0))
+            )
+            return coded < whole
+
+        if not buckets or gains(ranks):
+            return None
+        return next((size for size in range(ranks - 1, 1, -1) if gains(size)), 1)
 
     @property
     def exact(self) -> bool:
