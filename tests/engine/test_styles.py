@@ -82,10 +82,19 @@ def test_ranks_that_share_a_gpu_divide_no_experts() -> None:
         make_mesh_engine(parts)
 
 
-def _adapted() -> Any:
+def _adapted(more: str = ",dropout=0.1") -> Any:
     model = _model(kind="llama")
-    add_adapters(model, parse_lora("rank=2"))
+    add_adapters(model, parse_lora(f"rank=2{more}"))
     return model
+
+
+@pytest.mark.parametrize(("layer", "divided"), [("q_proj", "lora_B"), ("o_proj", "lora_A")])
+def test_the_adapter_with_the_sides_of_its_layer_is_divided_alike(layer: str, divided: str) -> None:
+    own = f"model.layers.1.self_attn.{layer}"
+    found = {name: style for name, style in styles_of(_adapted(""), {}, Dimensions(2))[0].items() if own in name}
+    layers = (f"{own}.base_layer", f"{own}.{divided}.default")
+    assert found.keys() == {*layers, *(f"{each}.weight" for each in layers)}
+    assert {*found.values()} == {"colwise" if divided == "lora_B" else "rowwise"}
 
 
 def _dropping() -> Any:
@@ -103,7 +112,7 @@ def _dropping() -> Any:
         (_model, Dimensions(3, 1), "3 ranks .* 4 num_attention_heads", "1, 2, 4"),
         (_model, Dimensions(1, 3), "--parallel.ep: 3 ranks .* 8 experts", "1, 2, 4, 8"),
         (_model, Dimensions(4, 16), "--parallel.ep: 16 ranks .* 8 experts", "1, 2, 4, 8"),
-        (_adapted, Dimensions(2, 1), "adapters", "trained whole"),
+        (_adapted, Dimensions(2, 1), r"dropout of inputs of model\.layers\.0\.self_attn\.o_proj", "no dropout"),
         (_dropping, Dimensions(2, 1), "dropout of attention", "no dropout"),
     ],
 )

@@ -301,6 +301,7 @@ _ALONE: dict[str, tuple[str, ...]] = {
     "weights": ("--precision=bf16-weights",),
     "int8_weights": (_INT8, "--precision=bf16-weights"),
     "offload": ("--memory.offload=optimizer",),
+    "int8/offload": (_INT8, "--memory.offload=optimizer"),
     "recomputed": ("--memory.checkpointing=selective",),
 }
 """Trainings by FSDP in one group, by name."""
