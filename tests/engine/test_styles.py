@@ -14,8 +14,7 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.engine import fsdp_layout
 from hvdtrain.engine.division import divide_model
-from hvdtrain.engine.fsdp import make_fsdp
-from hvdtrain.engine.mesh import make_mesh_engine
+from hvdtrain.engine.refusals import refuse
 from hvdtrain.engine.styles import PARTIAL, styles_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
@@ -79,7 +78,7 @@ def test_ranks_that_share_a_gpu_divide_no_experts() -> None:
         parameters=list(task.model.named_parameters()),
     )
     with pytest.raises(ConfigError, match=r"--parallel.ep 2, but ranks share a GPU"):
-        make_mesh_engine(parts)
+        refuse(parts)
 
 
 def _adapted(more: str = ",dropout=0.1") -> Any:
@@ -146,7 +145,7 @@ def test_what_fsdp_cannot_divide_further_is_refused(dimensions: Dimensions, mess
         parameters=list(task.model.named_parameters()), weights=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        make_fsdp(parts)
+        refuse(parts)
 
 
 def test_experts_are_in_modules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
