@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "adapted_adamw": ("--adapted=true", "--method=adamw"),
     "own": ("--kind=own",),
     "many": ("--method=adamw", "--train.global_batch=10"),
+    "deep": ("--layers=4", "--train.global_batch=8"),
     "dropping": ("--kind=gpt2", "--train.global_batch=8"),
     "balanced": ("--train.balance_loss=0.05",),
 }
@@ -64,16 +65,29 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "virtual": ("--parallel.virtual_stages=2",),
     "small": ("--train.micro_batch=1",),
     "hosted": ("--memory.offload=optimizer",),
+    "checked": ("--parallel.buffers=check",),
+    "half": ("--parallel.compression=fp16",),
+    "brain": ("--parallel.compression=bf16",),
+    "stochastic": ("--parallel.compression=int8-stochastic",),
+    "int8": ("--parallel.compression=int8",),
+    "topk": ("--parallel.compression=topk:0.5",),
+    "powersgd": ("--parallel.compression=powersgd:4",),
+    "auto": ("--parallel.compression=auto",),
 }
 """Options by the words that names of meshes are made of."""
 
 
 def _options(name: str) -> tuple[str, ...]:
-    """Of a training, by its name: words without a space, /, a variant."""
+    """Of a training, by its name: words without a space, /, variants."""
     mesh, variant = name.split("/")
     words = re.findall("|".join(_WORDS), mesh)
     assert "".join(words) == mesh, name
-    return (*(option for word in words for option in _WORDS[word]), *{**VARIANTS, **ROUNDED}[variant])
+    return (*(option for word in words for option in _WORDS[word]), *of_variant(variant))
+
+
+def of_variant(name: str) -> tuple[str, ...]:
+    """Options of one or more variants, joined by +."""
+    return tuple(option for each in name.split("+") for option in {**VARIANTS, **ROUNDED}[each])
 
 
 def _trainings(table: str) -> dict[str, tuple[str, ...]]:
@@ -94,6 +108,10 @@ TWO = _trainings("""
     tp2: adapted adapted_adamw
     pp2virtual pp2virtuallater: dropping
     pp2later: latent recomputed tied bf16 fp16 bf16-weights
+    cp2int8 cp2topk cp2auto: latent
+    cp2ddpbrain: fp16
+    cp2ddppowersgd: bf16
+    cp2ddphalfbucketschecked: bf16-weights
 """)
 """Of two ranks, by mesh and variant."""
 FOUR = _trainings("""
@@ -115,6 +133,14 @@ FOUR = _trainings("""
     tp2zero pp2tp2: adapted
     pp4 pp4later pp2zero: dropping
     pp2fsdpsmall: recomputed averaged frozen bf16-weights
+    tp2half: latent
+    ep2zerohosted: adamw
+    cp2pp2virtuallaterzerohostedbucketschecked: deep+fp16+averaged
+    ep2pp2virtuallaterhalf: deep+fp16
+    tp2pp2virtuallaterbrainchecked: deep+bf16
+    pp2virtuallaterstochastic: deep+bf16-weights
+    ep2cp2groupsstochasticbucketschecked: bf16+averaged
+    ep2groupsbrain: bf16-weights
 """)
 """Of four ranks."""
 STAGES = {
