@@ -24,6 +24,17 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
+def stage_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that the stages of a pipeline divide: those that use embeddings again follow them."""
+    return [block for block in blocks(model) if not getattr(block, "takes_embeddings", False)]
+
+
+def outside_of_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model that are no block, and in none, by name; each before those in it."""
+    within = {module for block in blocks(model) for module in block.modules()}
+    return {name: module for name, module in model.named_modules() if module not in within}
+
+
 def before_forward(module: nn.Module, action: Callable[[], object]) -> Callable[[], object]:
     """Call `action` before each forward pass of a module, outside of what `compile` compiled; return what ends this."""
     inner = module._compiled_call_impl

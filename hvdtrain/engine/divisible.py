@@ -10,17 +10,13 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.sums import Sums
-from hvdtrain.errors import ConfigError
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.exchange.residuals import Undelivered
 from hvdtrain.state.divided import local, place_of, ranks_with_rows
 from hvdtrain.state.exchange_state import Owned
-from hvdtrain.state.placeholder import Placeholder
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Optimizers of torch that update each element by itself. Others may need whole tensors."""
-
-UNDIVIDED = "do not divide the optimizer (shard: none)"
 
 
 def updates_by_element(optimizer: Optimizer) -> bool:
@@ -44,57 +40,6 @@ def whole_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -
     else:
         whole = set() if updates_by_element(optimizer) else set(parameters)
     return [parameter in whole or not parameter.is_contiguous() for parameter in parameters]
-
-
-def refuse_one_rank(comm: Comm, options: str, divided: str, without: str) -> None:
-    """Check that there are ranks to divide something among; the options `without` do not divide it.
-
-    Errors: ConfigError: there is one rank.
-    """
-    if comm.size == 1:
-        raise ConfigError(
-            f"{options} divides the {divided} among ranks",
-            expected="2 or more ranks",
-            found="1 rank",
-            next_step=f"{without}: it resumes checkpoints of divided runs, too",
-        )
-
-
-def refuse_what_cannot_be_divided(
-    model: nn.Module,
-    named: list[tuple[str, nn.Parameter]],
-    without: str = "--parallel.engine horovod --parallel.shard none",
-) -> None:
-    """Check that no two parameters share memory, and that gradients are dense and real.
-
-    `without`: how not to divide the model.
-
-    Errors: ConfigError: the model cannot be divided.
-    """
-    by_address: dict[int, str] = {}
-    for name, parameter in named:
-        if isinstance(parameter, Placeholder):  # shares no memory
-            continue
-        address = parameter.data_ptr() or id(parameter)  # 0 if it has no memory
-        if parameter.numel() and (other := by_address.setdefault(address, name)) != name:
-            raise ConfigError(
-                f"{other} and {name} are two parameters in the same memory",
-                expected="one parameter under two names",
-                next_step=f"assign the same nn.Parameter to both modules, or {without}",
-            )
-        if parameter.is_complex():
-            raise ConfigError(
-                f"{name} is complex, and cannot be divided among ranks",
-                expected="real parameters",
-                found=str(parameter.dtype),
-                next_step=f"make it real, with a last dimension of 2, and use torch.view_as_complex; or {without}",
-            )
-    for name in sparse_gradients(model).values():
-        raise ConfigError(
-            f"{name} makes sparse gradients, which cannot be divided among ranks",
-            expected="nn.Embedding(sparse=False)",
-            next_step=f"use dense gradients, or {without}",
-        )
 
 
 def sparse_gradients(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -10,23 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hvdtrain.comm.dimensions import IN_GROUP
-from hvdtrain.comm.mesh import Mesh, make_mesh, mesh_groups
-from hvdtrain.comm.torch_group import TorchComm
+from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_owned
-from hvdtrain.engine.fsdp_checks import check_fsdp, check_mesh, elsewhere
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
-from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages, check_stages
+from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages
 from hvdtrain.engine.fsdp_use import UsedParameters
 from hvdtrain.engine.groups import BetweenGroups
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.engine.refusals import elsewhere
 from hvdtrain.engine.schedule import PipelineSchedule, Schedule
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.sums import Loss
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
-from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.errors import TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import local
 
@@ -63,7 +61,8 @@ class FsdpSums(DividedSums):
         schedule: Schedule,
     ) -> None:
         super().__init__(parts.model, mesh.shard)
-        self.compression, self._elsewhere, self._optimizer = parts.plan.compression, elsewhere(parts), parts.optimizer
+        self.compression, self._optimizer = parts.plan.compression, parts.optimizer
+        self._elsewhere = elsewhere(parts.plan)
         self._layout, self._collectives, self.schedule = layout, collectives, schedule
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
@@ -260,58 +259,20 @@ def make_fsdp(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
     Errors:
-        ConfigError: there is one rank; or the ranks, the model or the optimizer cannot be divided; or groups
-            compress, and torchrun started the ranks.
+        ConfigError: the model cannot be divided.
         LaunchError: a group that fits on one host is on several.
     """
     plan, dimensions, comm = parts.plan, parts.plan.dimensions, parts.comm
-    if dimensions.divides_model:
-        mesh_groups(comm.size, plan.dp_shard)  # checks it
-        check_mesh(parts)
-    check_fsdp(parts)
-    if dimensions.divides_model:
-        _check_copies(parts)
     mesh = make_mesh(comm, plan.dp_shard)
-    if plan.dp_shard is not None:
-        _check_groups(parts, mesh)
     inside = parts if plan.dp_shard is None else parts.uncompressed(mesh.shard)
     outside = parts.uncompressed() if plan.dp_shard is not None and mesh.replicas is None else parts
     collectives = make_collectives(inside)
     schedule = Schedule()
     layout: Rows
     if dimensions.pp > 1:
-        check_stages(parts)
         spans = parts.spans or Spans()
         stage = Stage(parts.model, comm, dimensions, parts.device, spans)
         layout, schedule = RowsOfStages(outside, mesh, stage), PipelineSchedule(stage, spans)
     else:
         layout = RowsOfParts(outside, mesh) if dimensions.divides_model else Rows(outside, mesh)
     return Engine(parts.optimizer, FsdpSums(outside, mesh, layout, collectives, schedule), schedule)
-
-
-def _check_copies(parts: EngineParts) -> None:
-    """Check that parts of the model have copies, which divide them. Errors: ConfigError: they have none."""
-    plan, dimensions = parts.plan, parts.plan.dimensions
-    together = parts.comm.size if plan.dp_shard is None else plan.dp_shard
-    if together == dimensions.tp * dimensions.pp:
-        raise ConfigError(
-            f"--parallel.engine fsdp with {dimensions.options} divides parts among the ranks with copies of them",
-            expected=f"more ranks, a multiple of {together}",
-            found=f"{together} ranks, which hold one copy of each part",
-            next_step="--parallel.engine horovod"
-            + (", or start more ranks" if plan.dp_shard is None else ", or a larger --parallel.dp_shard"),
-            everywhere=True,
-        )
-    if plan.dp_shard is not None:
-        dimensions.check(plan.dp_shard, IN_GROUP)
-
-
-def _check_groups(parts: EngineParts, mesh: Mesh) -> None:
-    """Check that groups can compress. Errors: ConfigError: torchrun has started them, on GPUs."""
-    by_torch = isinstance(parts.comm, TorchComm) and parts.device.type == "cuda"
-    if mesh.replicas is not None and by_torch and parts.plan.compression != "none":
-        raise ConfigError(
-            f"--parallel.dp_shard with --parallel.compression {parts.plan.compression}, but torchrun started the ranks",
-            expected="one of Horovod's launchers: on GPUs, NCCL needs one order of all collectives",
-            next_step="hvdtrain launch, mpirun or srun; or leave out --parallel.compression",
-        )

@@ -41,6 +41,7 @@ class FsdpCollectives:
         comm: the ranks that divide a module, unless it has others.
         coding: None to send values as they are.
         spans: records the waits for parameters in a step.
+        copied: whether torch copies each sum at once, to the memory of the host: then it is waited for.
 
     Attributes:
         parameter_names: names of the parameters in each collective, by its name.
@@ -48,8 +49,8 @@ class FsdpCollectives:
         on_sum: called with the name of a module when a sum of its gradients has arrived.
     """
 
-    def __init__(self, comm: Comm, coding: Coding | None, spans: Spans) -> None:
-        self._comm, self._coding, self._spans = comm, coding, spans
+    def __init__(self, comm: Comm, coding: Coding | None, spans: Spans, *, copied: bool = False) -> None:
+        self._comm, self._coding, self._spans, self._copied = comm, coding, spans, copied
         self._is_step = False
         self._running: deque[_Running] = deque()
         self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by module
@@ -94,8 +95,8 @@ class FsdpCollectives:
         self._is_step = False
 
     def has_summed(self, gradient: Tensor) -> bool:
-        """Return whether a gradient is a view of a sum of this pass."""
-        return gradient.untyped_storage().data_ptr() in self._summed.values()
+        """Return whether a gradient is a view of a sum of this pass, or a copy of one."""
+        return self._copied or gradient.untyped_storage().data_ptr() in self._summed.values()
 
     def gather(self, name: str, own: Tensor, out: Tensor, comm: Comm) -> dist.Work:
         """Begin to gather `own` of each rank into `out`. Collective: yes."""
@@ -139,7 +140,7 @@ class FsdpCollectives:
 
         self._running.append(_Running(start(sent, name=f"gradients/{module}"), sent, write))
         self._summed.setdefault(module, out.untyped_storage().data_ptr())
-        if is_another:
+        if is_another or self._copied:
             self.finish_pass()
 
     def _span(self) -> AbstractContextManager[object]:
@@ -241,4 +242,4 @@ def make_collectives(parts: EngineParts) -> FsdpCollectives | None:
     if coding is None and (device.type != "cpu" or isinstance(parts.comm, TorchComm)):
         return None
     prepare_exchange(chosen, parts.comm, parts.variables)
-    return FsdpCollectives(parts.comm, coding, parts.spans or Spans())
+    return FsdpCollectives(parts.comm, coding, parts.spans or Spans(), copied=parts.plan.offload)

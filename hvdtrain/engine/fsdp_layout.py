@@ -17,7 +17,7 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.mesh import Mesh, comm_among, gather_hosts
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.comm.torch_group import lasting_group
-from hvdtrain.engine.blocks import blocks
+from hvdtrain.engine.blocks import blocks, outside_of_blocks
 from hvdtrain.engine.division import divide_model, mesh_of_parts
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, prefetch_in_order
 from hvdtrain.engine.parts import EngineParts
@@ -152,7 +152,7 @@ class RowsOfStages(RowsOfParts):
             if _holds(part.parameters()):
                 divide_part(parts, part, ranks)
             return
-        for name, module in reversed(_outside_of_blocks(part).items()):  # children before the modules around them
+        for name, module in reversed(outside_of_blocks(part).items()):  # children before the modules around them
             if _holds(module.parameters(recurse=False)):
                 divide_part(parts, module, ranks, stays_gathered=True, returns_fp32=not self._stage.is_first)
                 module.register_forward_hook(partial(self._note_run, name))
@@ -268,34 +268,5 @@ class _Root(nn.Module):
         """Do nothing."""
 
 
-def _outside_of_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model that are no block, and in none, by name; each before those in it."""
-    within = {module for block in blocks(model) for module in block.modules()}
-    return {name: module for name, module in model.named_modules() if module not in within}
-
-
 def _holds(parameters: Iterable[nn.Parameter]) -> bool:
     return any(on_stages(parameter) is None for parameter in parameters)
-
-
-def check_stages(parts: EngineParts) -> None:
-    """Check that FSDP can divide the stages. Errors: ConfigError: it cannot."""
-    dimensions, model = parts.plan.dimensions, parts.model
-    around = {name: module for name, module in _outside_of_blocks(model).items() if blocks(module)}
-    own = [f"{name}.{n}".lstrip(".") for name, m in around.items() for n, _ in m.named_parameters(recurse=False)]
-    first = {name for name, _ in model.named_parameters()}
-    again = [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first]
-    if dimensions.virtual_stages > 1 or dimensions.zero_bubble:
-        what, next_step = "--parallel.virtual_stages and --parallel.zero_bubble", "leave them out"
-    elif again:
-        what = f"{again[0]}, which shares a parameter (tied embeddings)"
-        next_step = "untie it, by tie_word_embeddings: false in a model's config"
-    elif own:
-        what, next_step = f"{own[0]}, a parameter of the module around the blocks", "move it to a module of its own"
-    else:
-        return
-    raise ConfigError(
-        f"--parallel.pp {dimensions.pp} with --parallel.engine fsdp does not support {what}",
-        next_step=f"{next_step}, or --parallel.engine horovod",
-        everywhere=True,
-    )

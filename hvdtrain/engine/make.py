@@ -20,6 +20,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.parts import EngineParts, named_parameters
+from hvdtrain.engine.refusals import refuse
 from hvdtrain.errors import ETC, LaunchError, listed
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.exchange.reducer import Reducer
@@ -51,6 +52,7 @@ def make_engine(
     parameters = named_parameters(optimizer, model)
     device = device or next((parameter.device for _, parameter in parameters), torch.device("cpu"))
     parts = EngineParts(model, optimizer, parameters, comm, plan, device, spans, variables, styles)
+    refuse(parts)
     is_whole = plan.shard == "none" and not plan.dimensions.divides_model
     if comm.size == 1 and is_whole and (plan.compression in ("none", AUTO) or plan.engine != "horovod"):
         return Engine(optimizer, OneRank(parts.optimized))

@@ -10,19 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from hvdtrain.comm.mesh import comm_among, gather_hosts
-from hvdtrain.comm.objects import allgather_json, on_rank_0
+from hvdtrain.comm.objects import allgather_json
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import (
     norm_of_parts,
     own_rows,
-    refuse_what_cannot_be_divided,
-    updates_by_element,
     use_owned,
     whole_parameters,
 )
 from hvdtrain.engine.division import divide_model
-from hvdtrain.engine.fsdp_checks import check_mesh
 from hvdtrain.engine.layout import Exchange, Layout
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.schedule import PipelineSchedule
@@ -201,29 +198,8 @@ def _width(parameter: nn.Parameter) -> int:
 def make_mesh_engine(parts: EngineParts) -> Engine:
     """Make the engine. Collective: yes.
 
-    Errors: ConfigError: the ranks, the model or the optimizer cannot be divided.
+    Errors: ConfigError: the model or the optimizer cannot be divided.
     """
-    check_mesh(parts)
-    check = partial(
-        refuse_what_cannot_be_divided, parts.model, parts.parameters, f"leave out {parts.plan.dimensions.options}"
-    )
-    on_rank_0(parts.comm, check, name="divisible")  # others may have placeholders
-    by_expert = parts.plan.dimensions.tp == 1 and not any(
-        whole
-        for (_, p), whole in zip(
-            parts.parameters, whole_parameters(parts.optimizer, [p for _, p in parts.parameters]), strict=True
-        )
-        if p.dim() > 2
-    )
-    if not (updates_by_element(parts.optimizer) or by_expert or parts.plan.dimensions.experts == 1):
-        raise ConfigError(
-            f"{parts.plan.dimensions.options} gives each rank parts of matrices, but the optimizer may need whole ones",
-            expected="an optimizer of torch.optim that updates each element by itself, such as adamw; for"
-            " --parallel.ep also muon",
-            found=f"{type(parts.optimizer).__module__}.{type(parts.optimizer).__qualname__}",
-            next_step=f"another --optimizer.name, updates_by_element = True in the class of your own optimizer that"
-            f" does, or leave out {parts.plan.dimensions.options}",
-        )
     # While torch exchanges activations in backward, NCCL of Horovod might wait for it on one rank, and it for that on
     # another.
     waits = parts.plan.dimensions.tp > 1 or parts.plan.dimensions.pp > 1  # else tokens go by Horovod, too

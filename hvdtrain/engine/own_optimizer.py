@@ -15,6 +15,7 @@ from hvdtrain.engine.make import check_same
 from hvdtrain.engine.own_exchange import DividedExchange
 from hvdtrain.engine.own_loop import DividedReducer
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.engine.refusals import refuse
 from hvdtrain.engine.sharded import make_sharded
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
@@ -67,6 +68,7 @@ def divide_optimizer(
     device = named[0][1].device
     plan = Plan(compression=compression, shard="optimizer")
     parts = EngineParts(model, optimizer, named, comm, plan, device, variables=variables)
+    refuse(parts)
     reducer = DividedReducer(
         make_sharded(parts, weight=weight, name=name),
         named,

@@ -35,13 +35,12 @@ def divide_sequences(
 
     `by_torch`: whether torch has other exchanges in the same passes.
 
-    Errors: ConfigError: the ranks do not have these dimensions, the task has no such loss, or the model has dropout.
+    Errors: ConfigError: the ranks do not have these dimensions, or the task has no such loss.
     """
     if dimensions.cp == 1:
         return task
     if task.by_part is None:
         raise _refused(dimensions, "cannot divide sequences", "--task language_model, or a Task with by_part")
-    refuse_dropout(task.model, "--parallel.cp")
     dimensions.check(comm.size)
     ranks = dimensions.sequence(comm.rank)
     rows = rows_among(comm, ranks, gather_hosts(comm), device, "sequences", spans, by_torch=by_torch)
@@ -68,23 +67,6 @@ def _exchange(tensor: Tensor, split: int, joined: int, *, rows: Rows, count: int
     """Send the n-th of `count` parts along dimension `split` to rank n; join those received along `joined`."""
     ones = [1] * count
     return torch.cat(exchange_rows(torch.stack(tensor.chunk(count, split)), ones, ones, rows).unbind(), joined)
-
-
-def refuse_dropout(model: nn.Module, option: str) -> None:
-    """Check that a model has no dropout: ranks that divide a pass draw other random numbers than one rank.
-
-    Errors: ConfigError: it has dropout.
-    """
-    if found := dropout_of(model):
-        name, value = next(iter(found.items()))
-        raise ConfigError(
-            f"{option} does not support dropout, which {name} sets",
-            expected="no dropout: each part would drop others, so the loss would depend on the number of ranks",
-            found=f"a dropout of {value:g}",
-            next_step=f"a config of the model without it (that of attention weights: --model.dropout 0), or leave out"
-            f" {option}",
-            everywhere=True,
-        )
 
 
 def dropout_of(model: nn.Module) -> dict[str, float]:

@@ -12,10 +12,7 @@ from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.coded_shards import CodedShards
 from hvdtrain.engine.divisible import (
-    UNDIVIDED,
     norm_of_owned,
-    refuse_one_rank,
-    refuse_what_cannot_be_divided,
     use_owned,
     whole_parameters,
 )
@@ -48,7 +45,6 @@ class WholeModel(Layout):
         self._exchange, self._names = exchange, dict[nn.Parameter, str]()
         self._groups = [list(group["params"]) for group in parts.optimizer.param_groups]
         self.parameters, self.exchanges, self.every = {}, {}, [exchange]
-        refuse_what_cannot_be_divided(parts.model, parts.parameters, UNDIVIDED)
         self._add(parts.parameters)
         owners = {rank for owned in self.owned.values() for rank in owned.owners}
         if len(owners) < parts.comm.size and not parts.plan.elastic:
@@ -56,7 +52,7 @@ class WholeModel(Layout):
                 "the model has too few parameters to divide its optimizer among the ranks",
                 expected="at least one tensor, or 65,536 elements of a larger tensor, for each rank",
                 found=f"parameters for {len(owners)} of {parts.comm.size} ranks",
-                next_step=f"use fewer ranks, or {UNDIVIDED}",
+                next_step="use fewer ranks, or do not divide the optimizer (shard: none)",
             )
         use_owned(self._optimizer, self._names, self.owned)
 
@@ -127,12 +123,9 @@ def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradie
         weight: applied to each gradient before the exchange.
         name: prefix of the collectives' names.
 
-    Errors:
-        ConfigError: there is one rank, in a job that is not elastic; or the model or the optimizer cannot be divided.
+    Errors: ConfigError: the model is too small to be divided.
     """
     plan = parts.plan
-    if not plan.elastic:
-        refuse_one_rank(parts.comm, f"--parallel.shard {plan.shard}", "optimizer", "--parallel.shard none")
     compression = parse(plan.compression)
     prepare_exchange(compression, parts.comm, parts.variables)
     trained = [(name, p) for name, p in parts.parameters if p.requires_grad]

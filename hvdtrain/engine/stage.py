@@ -24,13 +24,13 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
-from hvdtrain.engine.blocks import require_blocks
+from hvdtrain.engine.blocks import stage_blocks
 from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sequence import dropout_of
 from hvdtrain.engine.stage_links import Link, random_state, set_random_state
-from hvdtrain.engine.stages import EndOfStage, Pass, first_blocks, order_of_passes, refuse_what_has_no_stages, stages_of
+from hvdtrain.engine.stages import EndOfStage, Pass, first_blocks, order_of_passes, stages_of
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import OnStages
@@ -57,18 +57,7 @@ class Stage:
         self, model: nn.Module, comm: Comm, dimensions: Dimensions, device: torch.device, spans: Spans | None = None
     ) -> None:
         self.option, self.chunks, self._count = dimensions.options, dimensions.virtual_stages, dimensions.pp
-        found = require_blocks(model, self.option, "divide", "leave out --parallel.pp")
-        blocks = [block for block in found if not getattr(block, "takes_embeddings", False)]
-        if len(blocks) < self._count * self.chunks:
-            raise ConfigError(
-                f"{self.option}, but the model has {len(blocks)} block(s)",
-                expected="at most as many stages as blocks, virtual ones included",
-                next_step=f"--parallel.pp {len(blocks)} or fewer"
-                if self.chunks == 1
-                else f"fewer of them, or --parallel.virtual_stages {max(1, len(blocks) // self._count)}",
-                everywhere=True,
-            )
-        refuse_what_has_no_stages(model, self.option)
+        blocks = stage_blocks(model)
         is_imagined = isinstance(comm, ImaginedComm)  # its tensors have no values
         self._model = model
         # On GPUs the host waits for the state of random numbers.
@@ -126,7 +115,7 @@ class Stage:
             raise ConfigError(
                 f"{self.option} with --parallel.engine fsdp does not support {name}, which the first stage and the last"
                 " one use, as tied embeddings are",
-                next_step="--parallel.engine horovod",
+                next_step="untie it, by tie_word_embeddings: false in a model's config, or --parallel.engine horovod",
                 everywhere=True,
             )
         if parts.plan.dimensions.experts > 1:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from hvdtrain.engine.sequence import dropout_of
 from hvdtrain.errors import ConfigError
 
 
@@ -160,35 +159,3 @@ def stages_of(
                 everywhere=True,
             )
     return found
-
-
-def refuse_what_has_no_stages(model: nn.Module, option: str) -> None:
-    """Check that stages would compute what one rank computes.
-
-    Errors: ConfigError: not with blocks that are skipped at random, or running statistics.
-    """
-    for name, value in dropout_of(model).items():
-        if "layerdrop" in name:
-            raise ConfigError(
-                f"{option} does not support skipping blocks at random, which {name} sets",
-                expected="a probability of 0",
-                found=f"{value:g}",
-                next_step="leave out --parallel.pp",
-                everywhere=True,
-            )
-    for name, parameter in model.named_parameters():
-        if not parameter.dim():
-            raise ConfigError(
-                f"{option} does not support {name}, a parameter without dimensions",
-                expected="one dimension or more, such as torch.ones(1)",
-                next_step="leave out --parallel.pp",
-                everywhere=True,
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            raise ConfigError(
-                f"{option} does not support running statistics, which {name} has",
-                expected="norms of each sample, such as nn.LayerNorm",
-                next_step="leave out --parallel.pp",
-                everywhere=True,
-            )

@@ -52,6 +52,7 @@ def styles_of(
     if dimensions.tp > 1:
         found = _by_name(model, tensors)
         found |= {} if own else _latent_attention(model) | _after_divided(model, found)
+        found = _with_adapters(model, found)
         tensor_styles = {n: s for n, s in found.items() if n not in expert_styles and not n.startswith(within)}
     for option, ranks, styles, what in (
         ("--parallel.tp", dimensions.tp, tensor_styles, "tensor"),
@@ -106,6 +107,24 @@ def _after_divided(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str
     return found
 
 
+def _with_adapters(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return styles in which layers with adapters of peft divide their matrix, and that adapter which has its sides.
+
+    The other one is whole on all ranks, as what it multiplies is: A of a layer that is divided by columns, B by rows.
+    """
+    found = dict(styles)
+    for name, module in model.named_modules():
+        style = styles.get(name, "")
+        sides = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style.partition("_")[0])
+        if sides is not None and hasattr(module, "base_layer"):
+            found.pop(f"{name}.weight", None)
+            del found[name]
+            for layer in (f"{name}.base_layer", f"{name}.{sides}.default"):
+                parameters = [f"{layer}.{each}" for each, _ in model.get_submodule(layer).named_parameters()]
+                found |= dict.fromkeys([*parameters, layer], style)
+    return found
+
+
 def _check_sizes(
     model: nn.Module, dimensions: Dimensions, tensors: Mapping[str, str], experts: Mapping[str, str]
 ) -> None:
@@ -116,22 +135,22 @@ def _check_sizes(
             expected="one matrix for each layer",
             next_step="use another model, or leave out the option",
         )
-    adapted = [name for name, module in model.named_modules() if name in tensors and hasattr(module, "base_layer")]
-    if adapted:
-        raise ConfigError(
-            f"--parallel.tp {dimensions.tp} does not support adapters, which {adapted[0]} has",
-            expected="a model that is trained whole",
-            next_step="leave out --model.lora or --parallel.tp",
-        )
     config: Any = getattr(model, "config", None)
-    dropout = getattr(config, "attention_dropout", 0.0)
-    if tensors and dropout:
-        raise ConfigError(
-            f"--parallel.tp {dimensions.tp} does not support dropout of attention weights",
-            expected="no dropout there: each rank would drop others, so the loss would depend on the number of ranks",
-            found=f"a dropout of {dropout:g}",
-            next_step="--model.dropout 0, or leave out --parallel.tp",
-        )
+    drops = {"attention weights": getattr(config, "attention_dropout", 0.0)} if tensors else {}
+    drops |= {
+        f"inputs of {name}, which are divided": module.p
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and name.replace(".lora_dropout.", ".lora_A.") in tensors
+    }
+    for what, dropout in drops.items():
+        if dropout:
+            raise ConfigError(
+                f"--parallel.tp {dimensions.tp} does not support dropout of {what}",
+                expected="no dropout there: each rank would drop others, so the loss would depend on the number of"
+                " ranks",
+                found=f"a dropout of {dropout:g}",
+                next_step="--model.dropout 0, --model.lora without dropout, or leave out --parallel.tp",
+            )
     if tensors and config is not None:
         text = config.get_text_config()
         for name in ("num_attention_heads", "num_key_value_heads"):

@@ -235,9 +235,6 @@ def _memory(plan: Plan) -> _Found:
         return
     if plan.shard == "none":
         yield Refusal(("parallel.shard", "memory.offload"), "only a divided optimizer can be in the memory of the host")
-    if plan.engine == "fsdp" and plan.compression != "none":
-        options = ("parallel.engine", "memory.offload", "parallel.compression")
-        yield Refusal(options, "torch copies sums to the host before ours have arrived")
     if plan.engine == "fsdp":
         for name in (*_mesh(plan), *(["parallel.dp_shard"] if plan.dp_shard is not None else [])):
             yield Refusal(("parallel.engine", name, "memory.offload"), "their optimizer is on the device")

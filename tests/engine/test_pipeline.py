@@ -23,10 +23,12 @@ from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.deferred import DeferredGradients
+from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.schedule import PipelineSchedule, with_stages
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import (
     OnStages,
@@ -113,6 +115,7 @@ class Projected(nn.Module):
     [
         (lambda: nn.Linear(2, 2), "no blocks to divide", "leave out --parallel.pp"),
         (lambda: Model(blocks=1), r"has 1 block\(s\)", "--parallel.pp 1 or fewer"),
+        (lambda: Model(blocks=3), r"has 3 block\(s\)", "--parallel.virtual_stages 1"),
         (
             lambda: _changed(lambda m: setattr(m.blocks[1].linear, "weight", m.blocks[0].linear.weight)),
             "blocks.0.linear.weight and blocks.1.linear.weight",
@@ -125,8 +128,10 @@ class Projected(nn.Module):
     ],
 )
 def test_a_model_without_stages_is_refused(build: Callable[[], nn.Module], what: str, next_step: str) -> None:
-    with pytest.raises(ConfigError, match=what) as caught:
-        Stage(build(), ImaginedComm(2), PP2, CPU)
+    model, dimensions = build(), replace(PP2, virtual_stages=2 if "virtual" in next_step else 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ConfigError, match=what) as caught, imagined_ranks(2, 0):
+        make_engine(optimizer, model, ImaginedComm(2), Plan(dimensions=dimensions))
     assert next_step in str(caught.value.next_step)
 
 
@@ -401,8 +406,6 @@ def test_ranks_have_every_other_group_of_blocks() -> None:
     with torch.no_grad():
         loss, weight = found.loss(model, torch.tensor([1, 2]))  # an evaluation runs both
     assert seen == [1, 3] and weight == 2 and loss != 0 and sent == [("onward/around", 0)] and stage.chunk is None
-    with pytest.raises(ConfigError, match=r"the model has 3 block\(s\)(?s:.*)or --parallel.virtual_stages 1"):
-        _stage(Model(blocks=3), 1, 2, 2)
 
 
 def test_evaluations_draw_the_same_numbers_in_each_virtual_stage() -> None:

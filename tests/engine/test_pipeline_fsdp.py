@@ -112,10 +112,8 @@ def _changed(change: Callable[[Any], object]) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "size", "dimensions", "said"),
     [
-        (lambda: _changed(lambda m: setattr(m.head, "weight", m.tokens.weight)), 4, {}, "head.weight"),
+        (lambda: _changed(lambda m: setattr(m.head, "weight", m.tokens.weight)), 4, {}, "tokens.weight"),
         (lambda: _changed(lambda m: setattr(m, "own", nn.Parameter(torch.ones(1)))), 4, {}, "own, a parameter of"),
-        (lambda: Model(4), 4, {"virtual_stages": 2}, "--parallel.virtual_stages"),
-        (Model, 4, {"zero_bubble": True}, "--parallel.zero_bubble"),
         (lambda: _changed(lambda m: setattr(m, "takes_embeddings", True)), 4, {}, "tokens.weight"),
         (Model, 2, {}, "divides parts among the ranks with copies of them"),
     ],

@@ -14,8 +14,7 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.engine import fsdp_layout
 from hvdtrain.engine.division import divide_model
-from hvdtrain.engine.fsdp import make_fsdp
-from hvdtrain.engine.mesh import make_mesh_engine
+from hvdtrain.engine.refusals import refuse
 from hvdtrain.engine.styles import PARTIAL, styles_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
@@ -79,13 +78,22 @@ def test_ranks_that_share_a_gpu_divide_no_experts() -> None:
         parameters=list(task.model.named_parameters()),
     )
     with pytest.raises(ConfigError, match=r"--parallel.ep 2, but ranks share a GPU"):
-        make_mesh_engine(parts)
+        refuse(parts)
 
 
-def _adapted() -> Any:
+def _adapted(more: str = ",dropout=0.1") -> Any:
     model = _model(kind="llama")
-    add_adapters(model, parse_lora("rank=2"))
+    add_adapters(model, parse_lora(f"rank=2{more}"))
     return model
+
+
+@pytest.mark.parametrize(("layer", "divided"), [("q_proj", "lora_B"), ("o_proj", "lora_A")])
+def test_the_adapter_with_the_sides_of_its_layer_is_divided_alike(layer: str, divided: str) -> None:
+    own = f"model.layers.1.self_attn.{layer}"
+    found = {name: style for name, style in styles_of(_adapted(""), {}, Dimensions(2))[0].items() if own in name}
+    layers = (f"{own}.base_layer", f"{own}.{divided}.default")
+    assert found.keys() == {*layers, *(f"{each}.weight" for each in layers)}
+    assert {*found.values()} == {"colwise" if divided == "lora_B" else "rowwise"}
 
 
 def _dropping() -> Any:
@@ -103,7 +111,7 @@ def _dropping() -> Any:
         (_model, Dimensions(3, 1), "3 ranks .* 4 num_attention_heads", "1, 2, 4"),
         (_model, Dimensions(1, 3), "--parallel.ep: 3 ranks .* 8 experts", "1, 2, 4, 8"),
         (_model, Dimensions(4, 16), "--parallel.ep: 16 ranks .* 8 experts", "1, 2, 4, 8"),
-        (_adapted, Dimensions(2, 1), "adapters", "trained whole"),
+        (_adapted, Dimensions(2, 1), r"dropout of inputs of model\.layers\.0\.self_attn\.o_proj", "no dropout"),
         (_dropping, Dimensions(2, 1), "dropout of attention", "no dropout"),
     ],
 )
@@ -137,7 +145,7 @@ def test_what_fsdp_cannot_divide_further_is_refused(dimensions: Dimensions, mess
         parameters=list(task.model.named_parameters()), weights=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=message):
-        make_fsdp(parts)
+        refuse(parts)
 
 
 def test_experts_are_in_modules_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

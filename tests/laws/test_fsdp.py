@@ -87,11 +87,11 @@ def test_each_rank_writes_its_rows(job: str, count: int, gallery: Gallery) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "job"),
-    [("offload", "fsdp/two"), ("recomputed", "fsdp/two"),
+    [("offload", "fsdp/two"), ("recomputed", "fsdp/two"), ("int8/offload", "fsdp/two"),
      ("offload", "by_torchrun/four"), ("recomputed", "hybrid/four"), ("recomputed", "by_torchrun/groups")],
 )  # fmt: skip
 def test_options_of_memory_have_the_same_bits(option: str, job: str, gallery: Gallery) -> None:
-    plain, found = (_recorded(gallery, job, each) for each in ("even", option))
+    plain, found = (_recorded(gallery, job, each) for each in (option.rpartition("/")[0] or "even", option))
     assert found.losses() == plain.losses()
     for name, tensor in plain.state().tensors["model"].items():
         assert torch.equal(found.state().tensors["model"][name], tensor), name

@@ -14,7 +14,7 @@ from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
 from hvdtrain.plan.collectives import buckets, collectives
-from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.gradients import Gradient, finished
 from hvdtrain.plan.plan import Plan, Ranks
 
 
@@ -51,6 +51,18 @@ def test_a_gradient_of_few_rows_travels_as_these_until_there_are_too_many() -> N
     assert rows.collectives(parse("fp16"), 2)[1] == ("allreduce", 2.0 * 200 * 320)
     (all_of_it,) = buckets(Plan(), [embedding], Ranks(64, 64), parse("none"))
     assert [each.rows for each in (rows, all_of_it)] == [200, 0]
+
+
+def test_what_backward_skips_comes_last() -> None:
+    given = [Gradient("a", (1,)), Gradient("b", (1,), ready_s=1.0), Gradient("c", (1,))]
+    assert [gradient.name for gradient in finished(given)] == ["b", "c", "a"]
+
+
+def test_groups_compress_only_what_they_exchange_with_each_other() -> None:
+    plan = Plan("fsdp", shard="parameters", dp_shard=2, compression="fp16")
+    found = collectives(plan, [Gradient("layers.0.w", (64, 64), ready_s=1.0)], Ranks(4, 2), passes=3)
+    sent = {"reducescatter": (4 * 64 * 64, 3), "allgather": (4 * 32 * 64, 6), "allreduce": (2 * 32 * 64, 1)}
+    assert {each.kind: (each.nbytes, each.times) for each in found} == sent and {each.ranks for each in found} == {2}
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))

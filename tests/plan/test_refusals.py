@@ -75,11 +75,6 @@ def test_what_may_be_compressed(options: dict[str, Any], supported: tuple[str, .
         ({"engine": "fsdp", "bucket_mib": 8.0}, "exchanges each block by itself", "--parallel.bucket_mib null"),
         ({"engine": "fsdp", "pp": 2, "zero_bubble": True}, "--parallel.zero_bubble true", "zero_bubble false"),
         ({"engine": "fsdp", "pp": 2, "virtual_stages": 2}, "--parallel.virtual_stages 2", "virtual_stages 1"),
-        (
-            {"engine": "fsdp", "compression": "int8", "offload": "optimizer"},
-            "offload optimizer with --p",
-            "compression none",
-        ),
         ({"offload": "optimizer"}, "only a divided optimizer", "--parallel.shard optimizer"),
         ({"engine": "fsdp", "offload": "optimizer", "tp": 2}, "optimizer is on the device", "tp 1"),
         ({"shard": "parameters"}, "only FSDP divides parameters", "--parallel.engine fsdp"),

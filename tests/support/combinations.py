@@ -113,7 +113,8 @@ Of two options, what is not listed goes together, but for what an option needs: 
 `--parallel.engine fsdp` it does not go with `--parallel.tp`, `ep` and `pp`, either.
 `hvdtrain plan` with the options of a run says it for three and more at once, and names the nearest that work. What
 depends on the model, the optimizer or the device is refused at the start of a run. `make reference` writes this page,
-from the rules that refuse.
+from the rules that refuse. Tests train each two options that go together on CPUs, but for `--parallel.dp_shard` with
+`--parallel.tp`, which needs 8 ranks, some with `--train.compile`, and what needs a GPU or other ranks later.
 
 | option | does not support | because |
 |---|---|---|"""

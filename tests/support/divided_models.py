@@ -11,6 +11,7 @@ import torch
 
 from hvdtrain import Task
 from hvdtrain.task.base import SequencePart
+from hvdtrain.task.lora import LoraOptions, add_adapters
 from hvdtrain.task.sequence import divide_attention
 from hvdtrain.task.token_loss import next_token_loss
 
@@ -40,8 +41,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "averaged": ("--train.ema=0.9",),
     "recomputed": ("--memory.checkpointing=full",),
     "frozen": ("--frozen=true",),
+    "adapted": ("--adapted=true",),
+    "adapted_adamw": ("--adapted=true", "--method=adamw"),
     "own": ("--kind=own",),
     "many": ("--method=adamw", "--train.global_batch=10"),
+    "deep": ("--layers=4", "--train.global_batch=8"),
     "dropping": ("--kind=gpt2", "--train.global_batch=8"),
     "balanced": ("--train.balance_loss=0.05",),
 }
@@ -61,16 +65,29 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "virtual": ("--parallel.virtual_stages=2",),
     "small": ("--train.micro_batch=1",),
     "hosted": ("--memory.offload=optimizer",),
+    "checked": ("--parallel.buffers=check",),
+    "half": ("--parallel.compression=fp16",),
+    "brain": ("--parallel.compression=bf16",),
+    "stochastic": ("--parallel.compression=int8-stochastic",),
+    "int8": ("--parallel.compression=int8",),
+    "topk": ("--parallel.compression=topk:0.5",),
+    "powersgd": ("--parallel.compression=powersgd:4",),
+    "auto": ("--parallel.compression=auto",),
 }
 """Options by the words that names of meshes are made of."""
 
 
 def _options(name: str) -> tuple[str, ...]:
-    """Of a training, by its name: words without a space, /, a variant."""
+    """Of a training, by its name: words without a space, /, variants."""
     mesh, variant = name.split("/")
     words = re.findall("|".join(_WORDS), mesh)
     assert "".join(words) == mesh, name
-    return (*(option for word in words for option in _WORDS[word]), *{**VARIANTS, **ROUNDED}[variant])
+    return (*(option for word in words for option in _WORDS[word]), *of_variant(variant))
+
+
+def of_variant(name: str) -> tuple[str, ...]:
+    """Options of one or more variants, joined by +."""
+    return tuple(option for each in name.split("+") for option in {**VARIANTS, **ROUNDED}[each])
 
 
 def _trainings(table: str) -> dict[str, tuple[str, ...]]:
@@ -88,8 +105,13 @@ TWO = _trainings("""
     cp2: latent heads adamw recomputed
     cp2ddp cp2fsdp cp2gradients: latent
     pp2: latent heads adamw averaged recomputed frozen tied dropping balanced fp16 bf16-weights
+    tp2: adapted adapted_adamw
     pp2virtual pp2virtuallater: dropping
     pp2later: latent recomputed tied bf16 fp16 bf16-weights
+    cp2int8 cp2topk cp2auto: latent
+    cp2ddpbrain: fp16
+    cp2ddppowersgd: bf16
+    cp2ddphalfbucketschecked: bf16-weights
 """)
 """Of two ranks, by mesh and variant."""
 FOUR = _trainings("""
@@ -107,9 +129,18 @@ FOUR = _trainings("""
     pp2tp2: latent norms tied
     ep2fsdp: frozen recomputed adamw bf16-weights
     tp2fsdp: norms own tied bf16-weights
-    tp2ep4fsdp: averaged
+    tp2ep4fsdp: averaged adapted
+    tp2zero pp2tp2: adapted
     pp4 pp4later pp2zero: dropping
     pp2fsdpsmall: recomputed averaged frozen bf16-weights
+    tp2half: latent
+    ep2zerohosted: adamw
+    cp2pp2virtuallaterzerohostedbucketschecked: deep+fp16+averaged
+    ep2pp2virtuallaterhalf: deep+fp16
+    tp2pp2virtuallaterbrainchecked: deep+bf16
+    pp2virtuallaterstochastic: deep+bf16-weights
+    ep2cp2groupsstochasticbucketschecked: bf16+averaged
+    ep2groupsbrain: bf16-weights
 """)
 """Of four ranks."""
 STAGES = {
@@ -120,6 +151,7 @@ STAGES = {
     "matrices": (_options("tp2/adamw"), _options("tp2zerohosted/adamw"), VARIANTS["adamw"]),
     "blocks": (_options("pp2/many"), _options("pp2fsdp/many"), VARIANTS["many"]),
     "rows": (_options("fsdp/own"), _options("tp2fsdp/own"), VARIANTS["own"]),
+    "adapters": (_options("tp2/adapted"), _options("tp2ep4fsdp/adapted"), VARIANTS["adapted"]),
 }
 """Options of a run on two, four and one rank, one after the other."""
 
@@ -201,6 +233,7 @@ def divided(
     queries: int | None = 16,
     tied: bool = False,
     frozen: bool = False,
+    adapted: bool = False,
     layers: int = 2,
 ) -> Task:
     """Make the task: a DeepSeek-V3 with 8 experts a layer, or another kind of model."""
@@ -229,16 +262,18 @@ def divided(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if frozen:
         model.get_input_embeddings().requires_grad_(False)
+    if adapted:
+        add_adapters(model, LoraOptions(rank=3, alpha=6.0))
     optimizers: dict[str, Any] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
         "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-5, fused=True),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     }
-    optimizer = optimizers[method](model.parameters())
-    return Task(
-        model, next_token_loss, data, data, optimizer=optimizer, nominal_weight=8.0, by_part=partial(_by_part, model)
-    )
+    optimizer = optimizers[method]([p for p in model.parameters() if p.requires_grad or frozen])
+    by_part = partial(_by_part, model)
+    options: Any = {"nominal_weight": 8.0, "by_part": by_part, "remakes_frozen": adapted}
+    return Task(model, next_token_loss, data, data, optimizer=optimizer, **options)
 
 
 def _by_part(model: torch.nn.Module, part: SequencePart) -> Any:

@@ -187,10 +187,13 @@ def torchrun(folder: Path) -> Recorded:
     return _trained(folder, *TOY, "--parallel.engine=ddp", size=4, launcher="torchrun", environment=environment)
 
 
+_DDP = ("--parallel.engine=ddp", "--parallel.balance=speed")
+
+
 @_recording
 def engines(folder: Path) -> Recorded:
     """Two ranks with the engine ddp, stopped at step 25; then fsdp to step 45, and Horovod's; each resumes."""
-    _trained(folder, *TOY, "--train.stop_at=25", "--parallel.engine=ddp")
+    _trained(folder, *TOY, "--train.stop_at=25", *_DDP)
     _trained(folder, *TOY, "--train.stop_at=45", "--parallel.engine=fsdp")
     last = _trained(folder, *TOY)
     return Recorded(folder, last.code, last.out, last.err)
@@ -301,6 +304,7 @@ _ALONE: dict[str, tuple[str, ...]] = {
     "weights": ("--precision=bf16-weights",),
     "int8_weights": (_INT8, "--precision=bf16-weights"),
     "offload": ("--memory.offload=optimizer",),
+    "int8/offload": (_INT8, "--memory.offload=optimizer"),
     "recomputed": ("--memory.checkpointing=selective",),
 }
 """Trainings by FSDP in one group, by name."""
@@ -311,6 +315,15 @@ _IN_GROUPS: dict[str, tuple[str, ...]] = {
     "recomputed": ("--memory.checkpointing=full",),
 }
 """Trainings by FSDP in groups, by name."""
+_FSDP = "--parallel.engine=fsdp"
+DIVIDING = (
+    (*TOY, *_DDP),
+    *TWO.values(),
+    *FOUR.values(),
+    *((_FSDP, *options) for options in _ALONE.values()),
+    *((_FSDP, "--parallel.dp_shard=2", *options) for options in _IN_GROUPS.values()),
+)
+"""Options of trainings by other engines, and by ranks that divide a model."""
 
 
 @_recording
@@ -385,7 +398,7 @@ def train_by_fsdp(
     folder: Path, variants: list[tuple[str, tuple[str, ...]]], size: int, launcher: str, *options: str
 ) -> str:
     """Train each in one job, in ``folder/NAME/run``; return the output. Each rank writes what it holds."""
-    return train_in_one_job(folder, (*STACK, "--parallel.engine=fsdp", *options), variants, size, launcher)
+    return train_in_one_job(folder, (*STACK, _FSDP, *options), variants, size, launcher)
 
 
 def train_in_one_job(

@@ -16,9 +16,11 @@ from transformers import PretrainedConfig
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.sequence import _exchange, divide_sequences
 from hvdtrain.engine.token_exchange import rows_by_comm
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.plan.plan import Plan
 from hvdtrain.task.base import SequencePart, Task
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.sequence import _attend, divide_attention
@@ -211,8 +213,9 @@ BY_PART: dict[str, Any] = {"by_part": lambda part: None}
 )
 def test_a_task_that_cannot_divide_sequences_is_refused(model: nn.Module, more: dict[str, Any], found: str) -> None:
     with pytest.raises(ConfigError, match=found), imagined_ranks(2):
-        task = Task(model, next_token_loss, [1], **more)
-        divide_sequences(task, ImaginedComm(2), Dimensions(cp=2), torch.device("cpu"))
+        task, plan = Task(model, next_token_loss, [1], **more), Plan(dimensions=Dimensions(cp=2))
+        divide_sequences(task, ImaginedComm(2), plan.dimensions, torch.device("cpu"))
+        make_engine(torch.optim.SGD(model.parameters()), model, ImaginedComm(2), plan)
 
 
 def test_metrics_are_those_of_the_parts() -> None:

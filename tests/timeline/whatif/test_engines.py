@@ -18,10 +18,10 @@ from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.collectives import buckets, fill_ddp
-from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.gradients import Gradient, finished
 from hvdtrain.plan.held import held
 from hvdtrain.plan.plan import Plan, Ranks
-from hvdtrain.timeline.whatif.engine_passes import update_s
+from hvdtrain.timeline.whatif.engine_passes import _starts, update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, changed_job
 from hvdtrain.timeline.whatif.links import Link
 from hvdtrain.timeline.whatif.predict import Outcome, predict
@@ -217,6 +217,14 @@ def test_whole_gradients_are_held_where_only_the_last_pass_sums_them() -> None:
     whole, *halves = (_bytes(Plan(shard=shard), Ranks(2, 2), passes)["gradients"] for shard, passes in plans)
     assert whole == sum(4 * p.numel() for p in Net().parameters())
     assert halves == pytest.approx([whole / 2] * 2, rel=0.1)
+    sums_in_fp32 = held(Plan(shard="gradients"), [Gradient("w", (4096, 64), "bfloat16")], Ranks(2, 2))[1]
+    assert sums_in_fp32.nbytes == 4 * 2048 * 64
+
+
+def test_forward_needs_units_in_the_order_opposite_to_backward(pair: Evidence) -> None:
+    starts = _starts(pair, 1.0)
+    order = [starts[gradient.unit] for gradient in finished(pair.gradients)]
+    assert order == sorted(order, reverse=True) and order[0] > order[-1] >= 0
 
 
 def test_unknown_state_is_unknown(tmp_path: Path) -> None:

@@ -90,6 +90,9 @@ def test_what_a_link_lets_pass_at_once_makes_it_no_faster() -> None:
     seconds = [(n, 1e-4 + max(0, n - burst) * s_per_byte) for n in (1 << 10, 1 << 18, 1 << 20)]
     between = fit_allreduces(seconds, Ranks(2, 1))
     assert between.s_per_byte == pytest.approx(s_per_byte)
+    late = [(n, 1e-4 + 1e-4 * (n > 1 << 10) + n * 1e-9) for n in (1 << 10, 1 << 14, 1 << 24)]
+    inside = fit_allreduces(late, Ranks(2, 2))
+    assert inside is not None and inside.s_per_byte == pytest.approx(1e-9, rel=0.02)
 
 
 def test_algorithms_of_many_ranks_by_hand() -> None:

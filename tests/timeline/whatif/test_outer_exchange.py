@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from hvdtrain.cli.timeline import main
+from hvdtrain.plan.gradients import Gradient
+from hvdtrain.plan.held import held
+from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.timeline.whatif import time_to_loss
 from hvdtrain.timeline.whatif.evidence import Change, Evidence
-from hvdtrain.timeline.whatif.outer_exchange import RarePrediction, predict_rarely
+from hvdtrain.timeline.whatif.outer_exchange import RarePrediction, plan_of, predict_rarely
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.timeline.whatif.time_to_loss import MEASURED, Measured, compare_ways
@@ -62,6 +65,8 @@ def test_a_delay_hides_the_exchange(evidence: Evidence) -> None:
     hidden = rarely(evidence, "streaming:64", outer_compression="int4")
     assert hidden.plan.fragments == 4 and hidden.wire_s < hidden.plan.delay * hidden.inner_s
     assert hidden.exposed_s == hidden.coding_s
+    whole = rarely(evidence, "diloco:64", outer_compression="int4")
+    assert 4 * hidden.sent_bytes == pytest.approx(whole.sent_bytes, rel=0.01)
     slow = rarely(evidence, "streaming:64", 0.0001, outer_compression="int4")
     assert slow.exposed_s == pytest.approx(slow.coding_s + slow.wire_s - slow.plan.delay * slow.inner_s)
 
@@ -71,6 +76,8 @@ def test_ranks_that_serve_a_worker_together_exchange_inside(evidence: Evidence) 
     assert two.inner_s > four.inner_s  # gradients between two hosts, at 0.1 Gbit/s
     assert eight.inner_s == pytest.approx(four.inner_s, rel=0.01)  # two workers a rank
     assert eight.sent_bytes == four.sent_bytes
+    plans = [Plan(outer=plan_of(Change(sync="diloco:8", workers=workers))) for workers in (4, 8)]
+    assert [held(plan, [Gradient("w", (3,))], Ranks(4, 1))[0].nbytes for plan in plans] == [12, 24]
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,9 @@ def test_only_the_last_start_counts_and_none_of_its_first_steps(tmp_path: Path) 
 def test_what_was_chosen_is_that_of_the_run(tmp_path: Path, options: Any, event: Any, found: tuple[str, int]) -> None:
     path = run_folder(tmp_path / "run", options=options)
     text = (path / "journal.jsonl").read_text().splitlines()
-    chosen = json.dumps({"at_step": 7, **event})
-    (path / "journal.jsonl").write_text("\n".join([*text[:8], chosen, *text[8:]]) + "\n")
+    before = {name: {str: "bf16", int: 4}.get(type(value), value) for name, value in event.items() if name != "event"}
+    both = [json.dumps({"at_step": 7, **event, **each}) for each in (before, {})]
+    (path / "journal.jsonl").write_text("\n".join([*text[:8], *both, *text[8:]]) + "\n")
     job = read_evidence(path).job
     assert (job.plan.compression, job.micro_batches) == found
 
