@@ -99,20 +99,23 @@ def test_what_changes_is_a_line(
 
 def test_a_look_finds_what_is_slow_and_one_that_fails_says_nothing(tmp_path: Path) -> None:
     for run in (_run(tmp_path / "a", 20.0, end=""), tmp_path / "none"):
-        watch = VerdictWatch(run, 1e9, pytest.fail, pytest.fail)
+        watch = VerdictWatch(run, 1e9, pytest.fail, pytest.fail, pytest.fail)
         found = watch._look()
         watch.close()
-        assert (found and list(found)) == (["rank 2"] if run.exists() else None)
+        assert (found and list(found["verdicts"])) == (["rank 2"] if run.exists() else None)
+        assert not found or 0 < found["goodput"] < 1
 
 
 def test_a_verdict_that_stays_is_said_and_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: Iterator[dict[str, str] | None] = iter([{"a": "slow"}, None, {"a": "slow"}, {}, {}])
+    shown: list[dict[str, Any]] = []
     looked = threading.Event()
 
-    def look(watch: VerdictWatch) -> dict[str, str] | None:
+    def look(watch: VerdictWatch) -> dict[str, Any] | None:
         watch.begin_step(240)
         try:
-            return next(found)
+            verdicts = next(found)
+            return None if verdicts is None else {"verdicts": verdicts, "goodput": 0.5}
         except StopIteration:
             looked.set()
             return None
@@ -120,11 +123,12 @@ def test_a_verdict_that_stays_is_said_and_recorded_once(tmp_path: Path, monkeypa
     monkeypatch.setattr(VerdictWatch, "_look", look)
     lines: list[str] = []
     events: list[dict[str, Any]] = []
-    watch = VerdictWatch(tmp_path, 0.01, lines.append, events.append)
+    watch = VerdictWatch(tmp_path, 0.01, lines.append, events.append, shown.append)
     assert looked.wait(60)
     watch.close()
     assert lines == ["slow", "no longer: slow"]
     assert events == [{"event": "verdict", "at_step": 240, "text": line} for line in lines]
+    assert [look["verdicts"] for look in shown] == [{"a": "slow"}, {"a": "slow"}, {}, {}]
 
 
 def _said(work: Floats) -> dict[str, str]:

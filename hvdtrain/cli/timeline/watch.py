@@ -45,7 +45,8 @@ def main(command: str, argv: list[str]) -> int:
             found = verdicts(analysis)
             if options.json:
                 step = analysis.over_time.moments[-1].last_step if analysis.over_time is not None else 0
-                sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found}).decode())
+                goodput = analysis.goodput.share if analysis.goodput is not None else None
+                sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found, "goodput": goodput}).decode())
             else:
                 lines = summary_lines(analysis) if before is None else changed(before, found)
                 stamp = "" if before is None else f"{datetime.now():%H:%M:%S} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.link_probe import probe_link
-from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
@@ -24,7 +24,7 @@ from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.host_load import HostLoad
 from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
-from hvdtrain.observe.sinks import Background, Recorder, sink_maker
+from hvdtrain.observe.sinks import Background, Recorder, Sink, sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.observe.stamps import StepFile, starts_so_far
 from hvdtrain.observe.step_format import VERSION, StartLine
@@ -33,9 +33,11 @@ from hvdtrain.observe.tensorboard import TensorBoard, is_installed
 from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
+from hvdtrain.runtime.environment import RankInfo, rank_label
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
+from hvdtrain.task.base import import_library
 from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
 from hvdtrain.training.records.run_report import VerdictWatch
@@ -59,7 +61,7 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
         observe = current.run.config.observe
         if observe.watch_every_s and observe.timeline != "off":
             folder, every_s = current.layout.folder, observe.watch_every_s
-            recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event))
+            recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event, recorder.show))
     return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
@@ -105,10 +107,38 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     return start, stamps
 
 
-def _add_sinks(current: Round, given: Sequence[Any]) -> None:
-    """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard.
+def _prometheus(to: Any, run: str, info: RankInfo) -> Sink:
+    import_library("prometheus_client", "--observe.prometheus", "prometheus")
+    from hvdtrain.observe.prometheus import open_prometheus
 
-    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank.
+    return open_prometheus(to, run, rank_label(info))
+
+
+def _otlp(url: Any, run: str, info: RankInfo) -> Sink:
+    import_library("opentelemetry.exporter.otlp.proto.http", "--observe.otlp", "otlp")
+    from hvdtrain.observe.otlp import Otlp
+
+    return Otlp(url, run)
+
+
+_EXPORTERS: Mapping[str, Callable[[Any, str, RankInfo], Sink]] = {"prometheus": _prometheus, "otlp": _otlp}
+"""Sinks of the metrics of `observe.metrics`, by the name of their option."""
+
+
+def _add_exporter(current: Round, option: str, to: Any) -> None:
+    """Add such a sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
+
+    def add() -> None:
+        sink = _EXPORTERS[option](to, current.layout.folder.name, current.worker.info)
+        current.recorder.add_sink(lambda: sink, option)
+
+    on_rank_0(current.comm, add, name=f"sinks/{option}")
+
+
+def _add_sinks(current: Round, given: Sequence[Any]) -> None:
+    """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard. Collective: yes.
+
+    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_exporter`.
     """
     wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
     named = current.run.config.observe.sinks
@@ -124,6 +154,9 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         if current.comm.rank == 0:
             current.recorder.add_sink(make, name)
     recorder, layout = current.recorder, current.layout
+    for option in _EXPORTERS:
+        if (to := getattr(current.run.config.observe, option)) is not None:
+            _add_exporter(current, option, to)
     if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return
     if is_installed():

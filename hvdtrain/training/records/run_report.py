@@ -56,6 +56,7 @@ class VerdictWatch:
     every_s: float
     say: Callable[[str], None]  # shows a line; any thread calls it
     event: Callable[[dict[str, Any]], None]  # records one; any thread calls it
+    show: Callable[[dict[str, Any]], None]  # receives an event ``look`` for sinks after each; any thread calls it
     _step: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -80,13 +81,14 @@ class VerdictWatch:
             after_s = max(self.every_s, _REST * (time.monotonic() - began))
             if found is None or self._ended.is_set():
                 continue
-            for text in changed(before, found):
+            self.show({"event": "look", "at_step": self._step, **found})
+            for text in changed(before, found["verdicts"]):
                 self.say(text)
                 self.event({"event": "verdict", "at_step": self._step, "text": text})
-            before = found
+            before = found["verdicts"]
 
-    def _look(self) -> dict[str, str] | None:
-        """Return the verdicts; None if they are unknown."""
+    def _look(self) -> dict[str, Any] | None:
+        """Return `verdicts` and `goodput`; None if they are unknown."""
         argv = ["nice", "-n", "19", sys.executable, "-m", "hvdtrain", "timeline", "watch", str(self.run)]
         with suppress(OSError, subprocess.SubprocessError, ValueError, KeyError):
             done = subprocess.run(
@@ -96,8 +98,8 @@ class VerdictWatch:
                 timeout=_PATIENCE_S,
                 check=True,
             )
-            found = json.loads(done.stdout)["verdicts"]
-            return {str(key): str(text) for key, text in found.items()}
+            found = json.loads(done.stdout)
+            return {"verdicts": {str(k): str(v) for k, v in found["verdicts"].items()}, "goodput": found["goodput"]}
         return None
 
 
