@@ -21,7 +21,7 @@ from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.analysis.rounds import ENOUGH
-from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
+from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StampedStart, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
@@ -146,14 +146,23 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     )
 
 
-def read_stamped(folder: Path) -> Iterator[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Yield the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
+def read_stamped(folder: Path) -> Iterator[StampedStart]:
+    """Yield all starts of a run that have stamps."""
     past = read_journal_starts(RunLayout(folder).journal)
     for start in read_starts(folder):
         if len(steps := start.steps.step):
             this = _journal_of(start, past)
             shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
-            yield start.steps, shares, this.started.get("config") or {}
+            yield StampedStart(start.steps, shares, this.started.get("config") or {}, _epoch_s(start.steps, this))
+
+
+def _epoch_s(steps: StepTable, this: JournalStart) -> float:
+    """Return the time since 1970 at time 0 of the stamps, by the end of a step that both know; NaN without one."""
+    ends = dict(zip(this.steps, this.first_times, strict=False))
+    for column, step in enumerate(steps.step.tolist()):
+        if ends.get(step):
+            return ends[step] - float(steps.end_us[0, column]) / 1e6
+    return math.nan
 
 
 def _evidence(

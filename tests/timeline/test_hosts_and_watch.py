@@ -18,10 +18,10 @@ from hvdtrain.cli.timeline import main
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLine
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
-from hvdtrain.timeline.columns import Floats, StepTable
+from hvdtrain.timeline.columns import Floats, StampedStart, StepTable
 from hvdtrain.timeline.report.terminal import changed, verdicts
 from hvdtrain.training.records.run_report import VerdictWatch
-from tests.support.journals import FakeRun
+from tests.support.journals import BEGIN_S, FakeRun
 from tests.support.step_tables import columns_of, noise, run_of, table_of
 
 HOSTS = ["n01", "n02", "n03", "n04"]
@@ -58,7 +58,9 @@ def test_hosts_and_gpus_are_named_over_runs(tmp_path: Path, capsys: pytest.Captu
     assert lines[3].startswith("GPU-n03 on n03 ") and lines[5].startswith("r1 ")
     assert main(["hosts", *map(str, runs), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["hosts"][0]["name"] == "n03" and found["groups"] == []
+    first = found["hosts"][0]
+    assert first["name"] == "n03" and found["groups"] == []
+    assert first["slow_since"] == pytest.approx(BEGIN_S + 10, abs=1) and first["last_slow"] == first["last_seen"]
 
 
 def test_wrong_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +176,8 @@ def test_hosts_are_kept_over_starts_in_which_ranks_move() -> None:
         _start(3, {3: 10.0}, ["a", "b", "c", "d"]),
         _start(4, {0: 50.0}, ["a", "b"], steps=5),  # too short to judge
     ]
-    found = slow_hosts([(start, [], {}) for start in starts], {"c": "rack 1", "d": "rack 1", "a": "rack 2"})
+    stamped = [StampedStart(start, epoch_s=1e9 * (1 + number)) for number, start in enumerate(starts)]
+    found = slow_hosts(stamped[::-1], {"c": "rack 1", "d": "rack 1", "a": "rack 2"})
     first, second = found["hosts"][:2]
     assert (first.name, first.slow_starts, first.starts) == ("c", 2, 3)
     assert first.device_hours == pytest.approx(2 * 0.9 * 0.02 * 200 * 4 / 3600, rel=0.2)
@@ -183,6 +186,25 @@ def test_hosts_are_kept_over_starts_in_which_ranks_move() -> None:
     assert [place.name for place in found["devices"][:2]] == ["GPU-c", "GPU-d"] and found["devices"][0].host == "c"
     assert [(place.name, place.slow_starts) for place in found["groups"]] == [("rack 1", 3), ("rack 2", 0)]
     assert first.causes.most_common(1)[0][0] in ("forward", "backward")
+    assert 0 < first.device_hours_low < first.device_hours < first.device_hours_high < 2 * first.device_hours
+    assert first.device_hours_per_day == pytest.approx(4 * 24 * 0.02 / 0.121, rel=0.1)
+    assert (first.slow_now, first.slow_since) == (False, None) and second.slow_now
+    assert [place.last_seen for place in found["hosts"][:2]] == [stamped[3].time_s(-1), stamped[3].time_s(-1)]
+    assert (first.last_slow, second.last_slow) == (stamped[1].time_s(-1), stamped[3].time_s(-1))
+    (still, *_) = slow_hosts(stamped[:2], {})["hosts"]
+    assert still.slow_now and still.slow_since == pytest.approx(1e9 + 5e3, abs=5), "since the first of both"
+
+
+@pytest.mark.parametrize(("since", "until"), [(100, 200), (50, 120)])
+def test_a_host_is_slow_since_its_ranks_became_late(since: int, until: int) -> None:
+    work = 100 + noise(np.random.default_rng(0), (4, 200), "gaussian", 1.0)
+    work[2, since:until] += 20.0
+    start = StampedStart(replace(table_of(work), hosts=["a", "b", "c", "d"]), epoch_s=1e9)
+    earlier = StampedStart(_start(0, {2: 20.0}, ["a", "b", "c", "d"]), epoch_s=1e8)  # it was slow to its end
+    (first, *_) = slow_hosts([earlier, start], {})["hosts"]
+    assert (first.name, first.slow_now) == ("c", until == 200)
+    assert first.last_slow == pytest.approx(start.time_s(until - 1), abs=1)
+    assert first.slow_since == (pytest.approx(start.time_s(since), abs=1) if until == 200 else None)
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -193,5 +215,5 @@ def test_a_host_with_fewer_micro_batches_is_judged_by_what_is_left(balanced: boo
     work[2, 100:] += 5.0
     table = replace(table_of(work), hosts=["a", "b", "c", "d"])
     event = {"event": "shares", "at_step": 100, "shares": [2, 2, 1, 2], "pass_s": [0.05, 0.05, 0.1, 0.05]}
-    (first, *_) = slow_hosts([(table, [event] if balanced else [], {})], {})["hosts"]
+    (first, *_) = slow_hosts([StampedStart(table, [event] if balanced else [])], {})["hosts"]
     assert (first.slow_starts, first.name) == ((0, "a") if balanced else (1, "c"))
