@@ -298,8 +298,8 @@ class ObserveConfig:
             devices)
         stall_timeout_s: end the run and name the responsible rank if no rank makes progress for this many seconds; 0
             means never. Set it above the longest single operation, such as a batch or a compilation
-        watch_every_s: look every N seconds for what slows the run, and say what changes; 0 means never. Needs traces
-            (timeline is not off)
+        watch_every_s: look every N seconds for what slows the run, and say what changes; less often where looks would
+            take more than 1% of a core; 0 means never. Needs traces (timeline is not off)
         price_per_hour: price of one device for one hour, in any currency; a device is a GPU, or a rank on CPUs. The
             cost of the run is shown at its end (default: none)
     """

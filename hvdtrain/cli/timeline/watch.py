@@ -9,7 +9,6 @@ from datetime import datetime
 from hvdtrain.cli.parser import Parser, above_0, local
 
 _EVERY_S = 30.0
-_MOST_BYTES = 1 << 25
 _EPILOG = """\
 examples:
   hvdtrain timeline watch runs/NAME
@@ -28,25 +27,22 @@ def main(command: str, argv: list[str]) -> int:
     from hvdtrain.errors import TraceError
     from hvdtrain.observe.past_journal import is_finished
     from hvdtrain.run_layout import RunLayout
-    from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.report.terminal import changed, summary_lines, verdicts
-    from hvdtrain.timeline.run import load
+    from hvdtrain.timeline.watcher import Watcher, as_plain
 
-    journal, before = RunLayout(options.run).journal, None
+    journal, watcher, before = RunLayout(options.run).journal, Watcher(options.run), None
     while True:
         is_over = is_finished(journal) if journal.is_file() else False
         try:
-            analysis = analyse(load(options.run, most_bytes=_MOST_BYTES))
+            analysis = watcher.look()
         except TraceError:
             if options.once or is_over or not journal.is_file():
                 raise
         else:  # it has begun
             found = verdicts(analysis)
             if options.json:
-                step = analysis.over_time.moments[-1].last_step if analysis.over_time is not None else 0
-                goodput = analysis.goodput.share if analysis.goodput is not None else None
-                sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found, "goodput": goodput}).decode())
+                sys.stdout.write(dumped(as_plain(analysis)).decode())
             else:
                 lines = summary_lines(analysis) if before is None else changed(before, found)
                 stamp = "" if before is None else f"{datetime.now():%H:%M:%S} "

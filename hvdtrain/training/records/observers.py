@@ -40,7 +40,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import import_library
 from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
-from hvdtrain.training.records.run_report import VerdictWatch
+from hvdtrain.training.records.verdict_watch import VerdictWatch
 from hvdtrain.training.round import Round
 
 _FIRST_STEPS = 20  # steps of each start with written spans, under ``--observe.timeline auto``
