@@ -7,69 +7,62 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.observe.scalars import PARTS, numbers
 
 PREFIX = "hvdtrain"
 _RANK = ("rank", "host")
-
 _ALARMS = ("warning", "loss_spike", "loss_rises", "grad_norm_spike", "not_finite", "skipped_step", "rolled_back",
            "checkpoint_failed", "failed")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A number of a run, or one for each value of `labels`."""
+class Metric(NamedTuple):
+    """A number of a run, or one for each value of `labels`; with `counts` a counter since the process started."""
 
     name: str  # without `PREFIX`, unit and suffix
     help: str
     unit: str = ""  # a base unit as Prometheus spells it; empty for counts
+    event: str = "step"  # the record that has it, and its key there, and the factor to the unit
+    field: str = ""
+    factor: float = 1.0
     labels: tuple[str, ...] = ()
-    counts: bool = False  # a counter, since the process started; otherwise the present value
+    counts: bool = False
 
 
-def _counter(name: str, text: str, unit: str = "", labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name, text, unit, labels, counts=True)
+def _of_rank(name: str, text: str, unit: str, field: str, factor: float, *, counts: bool = False) -> Metric:
+    return Metric(name, text, unit, "ranks", field, factor, _RANK, counts)
 
 
 METRICS = (
-    Metric("step", "Step of the run."),
-    Metric("ranks", "Number of ranks."),
-    Metric("last_step_timestamp", "Time at the end of the newest step, since 1970.", "seconds"),
-    Metric("loss", "Training loss of the newest step."),
-    Metric("heldout_loss", "Held-out loss of the newest evaluation."),
-    Metric("learning_rate", "Learning rate of the optimizer's first group."),
-    Metric("gradient_norm", "L2 norm of the gradient before clipping."),
-    _counter("steps", "Steps done, repeated ones included."),
-    _counter("skipped_steps", "Steps that changed nothing: loss or gradient was not finite."),
-    _counter("tokens", "Weight of the batches used: tokens, or what the task counts."),
-    _counter("step_time", "Time of steps on rank 0.", "seconds"),
-    _counter("part_time", "Time of a part of steps on rank 0.", "seconds", ("part",)),
-    _counter("exposed", "Wait for the exchange after the last rank was ready; from recorded steps.", "seconds", _RANK),
-    _counter("wait", "Wait for ranks that were ready later; from recorded steps.", "seconds", _RANK),
-    Metric("late", "How much later than the first rank it was ready, a mean over some steps.", "seconds", _RANK),
-    Metric("goodput", "Share of the device-hours so far that useful steps took, at the newest look.", "ratio"),
-    Metric("slow", "1 for what slows the run at the newest look.", labels=("about",)),
-    _counter("alarms", "Events that ask for attention.", labels=("event",)),
-    _counter("energy", "Energy of the devices of all ranks.", "joules", ("kind",)),
-    Metric("gpu_clock", "Clock of the GPU.", "hertz", _RANK),
-    Metric("gpu_temperature", "Temperature of the GPU.", "celsius", _RANK),
-    Metric("gpu_throttled", "1 if the clock of the GPU is lowered.", labels=_RANK),
-    Metric("gpu_usage", "Use of rank 0's GPU.", "ratio"),
-    Metric("gpu_power", "Power of rank 0's GPU.", "watts"),
-    Metric("gpu_memory_used", "Memory in use of rank 0's GPU.", "bytes"),
+    Metric("step", "Step of the run.", field="step"),
+    Metric("ranks", "Number of ranks.", event="started", field="size"),
+    Metric("last_step_timestamp", "Time at the end of the newest step, since 1970.", "seconds", field="time"),
+    Metric("loss", "Training loss of the newest step.", field="loss"),
+    Metric("heldout_loss", "Held-out loss of the newest evaluation.", event="evaluation", field="loss"),
+    Metric("learning_rate", "Learning rate of the optimizer's first group.", field="lr"),
+    Metric("gradient_norm", "L2 norm of the gradient before clipping.", field="grad_norm"),
+    Metric("steps", "Steps done, repeated ones included.", counts=True),
+    Metric("skipped_steps", "Steps that changed nothing: not finite.", field="skipped", counts=True),
+    Metric("tokens", "Weight of the batches used: tokens, or what the task counts.", field="tokens", counts=True),
+    Metric("step_time", "Time of steps on rank 0.", "seconds", field="step_s", counts=True),
+    Metric("part_time", "Time of a part of steps on rank 0.", "seconds", labels=("part",), counts=True),
+    _of_rank(
+        "exposed", "Wait for the exchange after the last rank was ready.", "seconds", "exposed_ms", 1e-3, counts=True
+    ),
+    _of_rank("wait", "Wait for ranks that were ready later.", "seconds", "wait_ms", 1e-3, counts=True),
+    _of_rank("late", "How much later than the first rank it was ready: a mean.", "seconds", "late_ms", 1e-3),
+    Metric("goodput", "Share of the device-hours so far that useful steps took.", "ratio", "look", "goodput"),
+    Metric("slow", "1 for what slows the run at the newest look.", event="look", labels=("about",)),
+    Metric("alarms", "Events that ask for attention.", event="", labels=("event",), counts=True),
+    Metric("energy", "Energy of all devices.", "joules", "energy", "joules", labels=("kind",), counts=True),
+    _of_rank("gpu_clock", "Clock of the GPU.", "hertz", "gpu_clock_mhz", 1e6),
+    _of_rank("gpu_temperature", "Temperature of the GPU.", "celsius", "gpu_temperature_c", 1.0),
+    _of_rank("gpu_throttled", "Why the clock of the GPU is lowered: NVML's bits.", "", "gpu_throttle", 1.0),
+    Metric("gpu_usage", "Use of rank 0's GPU.", "ratio", "machine", "gpu_percent", 0.01),
+    Metric("gpu_power", "Power of rank 0's GPU.", "watts", "machine", "gpu_power_w"),
+    Metric("gpu_memory_used", "Memory in use of rank 0's GPU.", "bytes", "machine", "gpu_memory_used_bytes"),
 )
-
-_GPUS = (("gpu_clock_mhz", "gpu_clock", 1e6), ("gpu_temperature_c", "gpu_temperature", 1.0))
-_GPU_OF_RANK_0 = (
-    ("gpu_percent", "gpu_usage", 0.01),
-    ("gpu_power_w", "gpu_power", 1.0),
-    ("gpu_memory_used_bytes", "gpu_memory_used", 1.0),
-)
-_OF_STEP = (("step", "step"), ("time", "last_step_timestamp"), ("loss", "loss"), ("lr", "learning_rate"),
-            ("grad_norm", "gradient_norm"))  # fmt: skip
 
 _Labels = tuple[str, ...]
 
@@ -79,86 +72,57 @@ class RunMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: dict[Metric, dict[_Labels, float]] = {metric: {} for metric in METRICS}
-        self._named = {metric.name: metric for metric in METRICS}
-        self._ranks_at: int | None = None
+        self._values: dict[str, dict[_Labels, float]] = {metric.name: {} for metric in METRICS}
+        self._values["alarms"] = {(event,): 0.0 for event in _ALARMS}
+        self._ranks_at = 0
         self._hosts: Sequence[str] = ()
-        for event in _ALARMS:
-            self._add("alarms", 0.0, event)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Take the values of a record of the run."""
-        event = record.get("event")
-        with self._lock:
-            if event is None:
-                self._step(record)
-            elif event == "started":
-                self._set("ranks", record["size"])
-            elif event == "evaluation":
-                self._set("heldout_loss", record["loss"])
-            elif event == "ranks":
-                self._of_ranks(record)
-            elif event == "machine":
-                for field, name, factor in _GPU_OF_RANK_0:
-                    self._set(name, record.get(field), factor=factor)
-            elif event == "energy":
-                for kind, joules in record["joules"].items():
-                    self._values[self._named["energy"]][kind,] = joules
-            elif event == "look":
-                self._values[self._named["slow"]] = {(about,): 1.0 for about in record["verdicts"]}
-                self._set("goodput", record["goodput"])
-            elif event == "explained":
-                self._set("goodput", record["figures"].get("goodput"))
-            if event in _ALARMS:
-                self._add("alarms", 1.0, event)
 
     def values(self, metric: Metric) -> dict[_Labels, float]:
         """Return the values of a metric by its labels."""
         with self._lock:
-            return dict(self._values[metric])
+            return dict(self._values[metric.name])
 
-    def _step(self, record: Mapping[str, Any]) -> None:
-        for field, name in _OF_STEP:
-            self._set(name, record.get(field))
-        self._add("steps", 1.0)
-        self._add("skipped_steps", float(bool(record.get("skipped"))))
-        self._add("tokens", record["tokens"])
-        self._add("step_time", record["step_s"])
-        for field, part in PARTS.items():
-            self._add("part_time", record.get(field) or 0.0, part)
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Take the values of a record of the run."""
+        event = record.get("event", "step")
+        with self._lock:
+            for metric in METRICS:
+                if metric.event == event and metric.labels != _RANK:
+                    self._take(metric, record.get(metric.field), record)
+            if event == "ranks":
+                self._take_ranks(record)
+            if event == "explained" and (goodput := record["figures"].get("goodput")) is not None:
+                self._values["goodput"] = {(): goodput}
+            if event in _ALARMS:
+                self._values["alarms"][event,] += 1.0
 
-    def _of_ranks(self, record: Mapping[str, Any]) -> None:
+    def _take(self, metric: Metric, value: Any, record: Mapping[str, Any]) -> None:
+        values = self._values[metric.name]
+        if metric.name == "slow":
+            self._values["slow"] = {(about,): 1.0 for about in record["verdicts"]}
+        elif metric.name == "part_time":
+            for field, part in PARTS.items():
+                values[part,] = values.get((part,), 0.0) + (record.get(field) or 0.0)
+        elif metric.name == "energy":
+            values |= {(kind,): joules for kind, joules in value.items()}
+        elif metric.counts:
+            values[()] = values.get((), 0.0) + float(1.0 if metric.name == "steps" else value or 0.0)
+        elif numbers({"": value}):
+            values[()] = metric.factor * value
+
+    def _take_ranks(self, record: Mapping[str, Any]) -> None:
         """Take the means over a block of steps, which represent the steps since the block before."""
-        at, hosts = record["at_step"], record["hosts"]
-        if hosts != self._hosts:  # another round
-            self._hosts, self._ranks_at = hosts, record["first_step"] - 1
-            for metric, values in self._values.items():
-                if metric.labels == _RANK:
-                    kept = {(str(rank), host) for rank, host in enumerate(hosts)}
-                    self._values[metric] = {labels: value for labels, value in values.items() if labels in kept}
-        steps = max(0, at - self._ranks_at) if self._ranks_at is not None else 0
-        self._ranks_at = at
-        for rank, host in enumerate(hosts):
-            labels = (str(rank), host)
-            for field, name in (("exposed_ms", "exposed"), ("wait_ms", "wait")):
-                self._add(name, _at(record, field, rank) / 1e3 * steps, *labels)
-            self._set("late", _at(record, "late_ms", rank), *labels, factor=1e-3)
-            facts = record["facts"]
-            for field, name, factor in _GPUS:
-                self._set(name, facts[field][rank] if field in facts else None, *labels, factor=factor)
-            if "gpu_throttle" in facts:
-                self._set("gpu_throttled", float(facts["gpu_throttle"][rank] > 0), *labels)
-
-    def _set(self, name: str, value: Any, *labels: str, factor: float = 1.0) -> None:
-        if numbers({name: value}):
-            self._values[self._named[name]][labels] = factor * value
-
-    def _add(self, name: str, value: float, *labels: str) -> None:
-        values = self._values[self._named[name]]
-        values[labels] = values.get(labels, 0.0) + value
-
-
-def _at(record: Mapping[str, Any], field: str, rank: int) -> float:
-    """Return a rank's mean; 0 if no step of the block was complete."""
-    values = record[field]
-    return float(values[rank]) if values else 0.0
+        ranks: list[_Labels] = [(str(rank), host) for rank, host in enumerate(record["hosts"])]
+        if record["hosts"] != self._hosts:  # another round
+            self._hosts, self._ranks_at = record["hosts"], record["first_step"] - 1
+        steps, self._ranks_at = max(0, record["at_step"] - self._ranks_at), record["at_step"]
+        for metric in METRICS:
+            if metric.labels == _RANK:
+                before = self._values[metric.name]
+                found = {**record, **record["facts"]}.get(metric.field) or [None] * len(ranks)
+                new = {
+                    rank: metric.factor * value for rank, value in zip(ranks, found, strict=True) if value is not None
+                }
+                if metric.counts:
+                    new = {rank: before.get(rank, 0.0) + steps * new.get(rank, 0.0) for rank in ranks}
+                self._values[metric.name] = new

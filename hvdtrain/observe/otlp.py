@@ -55,3 +55,8 @@ class Otlp:
         for labels, value in self._metrics.values(metric).items():
             if math.isfinite(value):  # the library takes no others
                 yield Observation(value, {"run": self._run, **dict(zip(metric.labels, labels, strict=True))})
+
+
+def open_sink(to: str, run: str, rank: str) -> Otlp:
+    """Return the sink; `rank` is not used."""
+    return Otlp(to, run)

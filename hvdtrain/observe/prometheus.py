@@ -19,27 +19,19 @@ _AFTER_ERROR_S = 60.0
 
 
 class Prometheus:
-    """Keeps the metrics of a run for Prometheus. The constructor opens the port, or writes the file.
+    """Keeps the metrics of a run: for who reads the port `to` on `HOST`, or in the file `to`, both opened here.
 
-    A thread of the port renders them when it is read; the file is written by the thread of the sink.
-
-    Args:
-        to: the port on `HOST`, or the path of the file.
-        run: the label ``run`` of all metrics.
-
-    Errors:
-        OSError: the port is in use, or the file cannot be written.
+    A thread of the port renders them. `run` is a label of all. Errors: OSError: the port is in use, or the file cannot
+    be written.
     """
 
     def __init__(self, to: int | str, run: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics, self._run, self._clock = RunMetrics(), run, clock
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._file, self._server = "", None
-        if isinstance(to, int):
-            self._server, _ = start_http_server(to, HOST, self._registry)
-        else:
-            self._file = to
+        self._file = to if isinstance(to, str) else ""
+        self._server = start_http_server(to, HOST, self._registry)[0] if isinstance(to, int) else None
+        if self._file:
             self._write_file()
 
     def collect(self) -> Iterator[Metric]:
@@ -72,18 +64,13 @@ class Prometheus:
         self._due_s = self._clock() + EVERY_S
 
 
-def open_prometheus(to: int | str, run: str, rank: str) -> Prometheus:
+def open_sink(to: int | str, run: str, rank: str) -> Prometheus:
     """Return the sink. `rank` names this process in the error. Errors: HvdtrainError."""
     try:
         return Prometheus(to, run)
     except OSError as error:
-        why, what = error.strerror or str(error), f"--observe.prometheus {to}"
-        if isinstance(to, int):
-            raise HvdtrainError(
-                f"{what}: {rank} cannot listen on {HOST}:{to}: {why}",
-                next_step=f"another port for each job on a host, or a file; ss -ltnp 'sport = :{to}' names its user",
-            ) from error
+        why = f"cannot listen on {HOST}" if isinstance(to, int) else "cannot write this file"
         raise HvdtrainError(
-            f"{what}: {rank} cannot write this file: {why}",
-            next_step="name a file in a folder that exists there and that you may write to",
+            f"--observe.prometheus {to}: {rank} {why}: {error.strerror or error}",
+            next_step="another port for each job on a host, or a file in a folder that exists there",
         ) from error

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -48,27 +48,6 @@ def read_starts(path: Path) -> list[Start]:
     return StampReader(path).read(whole=False)
 
 
-class _Block(NamedTuple):
-    """A `BlockLine` as arrays."""
-
-    first_step: int
-    moments: list[Floats]
-    parts_us: Mapping[str, Floats]
-    facts: Mapping[str, list[Any]]
-    clock: ClockLine
-    elements: Floats | None
-
-    @classmethod
-    def from_line(cls, line: BlockLine) -> _Block:
-        parts = {name: as_array(table) for name, table in line.parts_us.items()}
-        elements = as_array(line.elements) if line.elements else None
-        return cls(line.first_step, [*map(as_array, line.moments)], parts, line.facts, line.clock, elements)
-
-    @property
-    def steps(self) -> int:
-        return int(self.moments[0].shape[1])
-
-
 class StampReader:
     """Reads the stamps of a run, and later only the lines that were added since. Arguments as of `read_starts`."""
 
@@ -76,7 +55,7 @@ class StampReader:
         places = (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps)
         self._places = places
         self._file = GrowingFile(path)
-        self._heads: list[tuple[StartLine | None, int, list[_Block], list[str]]] = []
+        self._heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
         self._lines = 0
 
     def read(self, *, whole: bool = True) -> list[Start]:
@@ -107,11 +86,15 @@ class StampReader:
                 text = f"a start in steps.jsonl has format {line.version}, this program reads {VERSION}: it is ignored"
             heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
         elif head is not None and isinstance(line, BlockLine) and line.fits(head.size):
-            heads[-1][2].append(_Block.from_line(line))
+            for name in _TABLES:  # arrays take less memory, and less time to join at each reading
+                setattr(line, name, as_array(getattr(line, name)))
+            line.parts_us = {name: as_array(table) for name, table in line.parts_us.items()}  # type: ignore[misc]
+            heads[-1][2].append(line)
         elif head is not None:
             heads[-1][3].append(f"line {number} of steps.jsonl is damaged and ignored")
 
 
+_TABLES = ("start_us", "ready_us", "released_us", "end_us", "elements")
 _DEVICE_US = 100.0
 """By how much a device may disagree with its host's clock: see `training.records.device_spans.SLACK_NS`."""
 
@@ -136,8 +119,8 @@ def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
     return None
 
 
-def _start(head: StartLine, number: int, blocks: Sequence[_Block], dropped: Sequence[str]) -> Start:
-    def joined(tables: Sequence[Floats], shift_us: float = 0.0) -> Floats:
+def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
+    def joined(tables: Sequence[Any], shift_us: float = 0.0) -> Floats:
         return np.concatenate([np.empty((head.size, 0)), *tables], axis=1) + shift_us
 
     step = np.concatenate([np.empty(0), *(block.first_step + np.arange(block.steps) for block in blocks)])
@@ -163,9 +146,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[_Block], dropped: Sequ
         parts_us={name: values[:, known] for name, values in parts.items()},
         facts=[block.facts for block in blocks],
         clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0) + of_device,
-        elements=joined([np.zeros((head.size, b.steps)) if b.elements is None else b.elements for b in blocks])[
-            :, known
-        ],
+        elements=joined([b.elements if len(b.elements) else np.zeros((head.size, b.steps)) for b in blocks])[:, known],
         stages=head.consecutive_stages,
     )
     zeros: Numbers = [0.0] * head.size
@@ -176,7 +157,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[_Block], dropped: Sequ
         link=head.link,
         steps=steps,
         clock_us=as_array(
-            [head.origin_us, *(head.origin_us + float(np.nan_to_num(block.moments[3][0, -1])) for block in blocks)]
+            [head.origin_us, *(head.origin_us + float(np.nan_to_num(block.end_us[0][-1] or 0.0)) for block in blocks)]
         ),
         offset_us=as_array([clock.offset_us for clock in clocks]),
         error_us=as_array([clock.error_us for clock in clocks]),

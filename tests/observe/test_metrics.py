@@ -92,7 +92,7 @@ def test_each_record_gives_its_values() -> None:
     values = {metric.name: metrics.values(metric) for metric in METRICS}
     assert all(values.values()), "each metric has a value"
     rank_1 = ("1", "b")
-    expected = {"exposed": 0.032, "wait": 0.0, "late": 0.004, "gpu_clock": 1.11e9, "gpu_throttled": 1.0}
+    expected = {"exposed": 0.032, "wait": 0.0, "late": 0.004, "gpu_clock": 1.11e9, "gpu_throttled": 32.0}
     assert {name: values[name][rank_1] for name in expected} == pytest.approx(expected)
     assert values["gpu_usage"] == {(): 0.9} and values["energy"] == {("GPUs",): 70.0}
     assert values["slow"] == {("rank 1",): 1.0} and values["alarms"]["not_finite",] == 1.0
@@ -141,7 +141,7 @@ def test_what_cannot_work_ends_the_run_before_its_first_step(wrong: str, monkeyp
         to: Any = port
         if wrong == "port":
             stack.callback(Prometheus(port, "other").close)
-            said = rf"rank 0/2 on \S* ?cannot listen on 127.0.0.1:{port}: Address already in use\n  next: another port"
+            said = r"rank 0/2 on \S* ?cannot listen on 127.0.0.1: Address already in use\n  next: another port"
         elif wrong == "folder":
             to, said = "none/job.prom", r"rank 0/2 on \S* ?cannot write this file: No such file"
         else:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.host_load import HostLoad
 from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
-from hvdtrain.observe.sinks import Background, Recorder, Sink, sink_maker
+from hvdtrain.observe.sinks import Background, Recorder, sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.observe.stamps import StepFile, starts_so_far
 from hvdtrain.observe.step_format import VERSION, StartLine
@@ -33,7 +34,7 @@ from hvdtrain.observe.tensorboard import TensorBoard, is_installed
 from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
-from hvdtrain.runtime.environment import RankInfo, rank_label
+from hvdtrain.runtime.environment import rank_label
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
@@ -107,32 +108,20 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     return start, stamps
 
 
-def _prometheus(to: Any, run: str, info: RankInfo) -> Sink:
-    import_library("prometheus_client", "--observe.prometheus", "prometheus")
-    from hvdtrain.observe.prometheus import open_prometheus
-
-    return open_prometheus(to, run, rank_label(info))
+_EXPORTERS = {"prometheus": "prometheus_client", "otlp": "opentelemetry.exporter.otlp.proto.http"}
+"""Modules of `observe` with a sink of `observe.metrics`, which are their option and their extra, and their library."""
 
 
-def _otlp(url: Any, run: str, info: RankInfo) -> Sink:
-    import_library("opentelemetry.exporter.otlp.proto.http", "--observe.otlp", "otlp")
-    from hvdtrain.observe.otlp import Otlp
-
-    return Otlp(url, run)
-
-
-_EXPORTERS: Mapping[str, Callable[[Any, str, RankInfo], Sink]] = {"prometheus": _prometheus, "otlp": _otlp}
-"""Sinks of the metrics of `observe.metrics`, by the name of their option."""
-
-
-def _add_exporter(current: Round, option: str, to: Any) -> None:
+def _add_exporter(current: Round, name: str, to: Any) -> None:
     """Add such a sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
 
     def add() -> None:
-        sink = _EXPORTERS[option](to, current.layout.folder.name, current.worker.info)
-        current.recorder.add_sink(lambda: sink, option)
+        import_library(_EXPORTERS[name], f"--observe.{name}", name)
+        module = import_module(f"hvdtrain.observe.{name}")
+        sink = module.open_sink(to, current.layout.folder.name, rank_label(current.worker.info))
+        current.recorder.add_sink(lambda: sink, name)
 
-    on_rank_0(current.comm, add, name=f"sinks/{option}")
+    on_rank_0(current.comm, add, name=f"sinks/{name}")
 
 
 def _add_sinks(current: Round, given: Sequence[Any]) -> None:

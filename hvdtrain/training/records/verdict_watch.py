@@ -62,24 +62,23 @@ class VerdictWatch:
         self._stop()
 
     def _look(self) -> dict[str, Any] | None:
-        """Return `verdicts`, `goodput` and `cpu_s`; None if they are unknown."""
-        with suppress(OSError, ValueError):  # the program has ended, or cannot be started
-            if self._process is None:
-                argv = ["nice", "-n", "19", sys.executable, "-m", "hvdtrain.timeline.watcher", str(self.run)]
-                pipe = subprocess.PIPE
-                self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-            process = self._process
-            assert process.stdin is not None and process.stdout is not None
-            patience = threading.Timer(_PATIENCE_S, process.kill)
-            patience.daemon = True
-            patience.start()
-            try:
+        """Return `verdicts`, `goodput` and `cpu_s`; None if they are unknown. The program looks when it starts, too."""
+        with suppress(OSError, ValueError):  # it has ended, or cannot be started
+            if (process := self._process) is None:
+                watch = ("-m", "hvdtrain", "timeline", "watch", str(self.run), "--asked", "--json")
+                argv = ["nice", "-n", "19", sys.executable, *watch]
+                pipe, null = subprocess.PIPE, subprocess.DEVNULL
+                process = self._process = subprocess.Popen(argv, bufsize=0, stdin=pipe, stdout=pipe, stderr=null)
+            elif process.stdin is not None:
                 process.stdin.write(b"\n")
-                process.stdin.flush()
+            patience = threading.Timer(_PATIENCE_S, process.kill)
+            patience.start()
+            assert process.stdout is not None
+            try:
                 found = json.loads(process.stdout.readline())
             finally:
                 patience.cancel()
-            return {key: found[key] for key in ("verdicts", "goodput", "cpu_s")} if "error" not in found else None
+            return {key: found[key] for key in ("verdicts", "goodput", "cpu_s")}
         self._stop()
         return None
 
@@ -88,5 +87,4 @@ class VerdictWatch:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            with suppress(OSError):  # what was written and not yet sent
-                process.__exit__(None, None, None)
+            process.__exit__(None, None, None)
