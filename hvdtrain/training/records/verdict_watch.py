@@ -72,6 +72,7 @@ class VerdictWatch:
             elif process.stdin is not None:
                 process.stdin.write(b"\n")
             patience = threading.Timer(_PATIENCE_S, process.kill)
+            patience.daemon = True
             patience.start()
             assert process.stdout is not None
             try:
