@@ -98,7 +98,7 @@ def test_each_record_gives_its_values() -> None:
     assert values["slow"] == {("rank 1",): 1.0} and values["alarms"]["not_finite",] == 1.0
     metrics.write({**RANKS, "first_step": 33, "at_step": 48})
     assert metrics.values(METRICS[[m.name for m in METRICS].index("exposed")])[rank_1] == pytest.approx(0.096)
-    metrics.write({**RANKS, "first_step": 49, "at_step": 64, "hosts": ["b", "a"]})  # another round
+    metrics.write({**RANKS, "first_step": 101, "at_step": 116, "hosts": ["b", "a"]})  # another round
     exposed = {m.name: metrics.values(m) for m in METRICS}["exposed"]
     assert exposed == pytest.approx({("0", "b"): 0.016, ("1", "a"): 0.032})
 
