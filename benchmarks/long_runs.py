@@ -4,6 +4,7 @@ Nothing trains: the files of runs are written here, in the program's formats.
 
 - long_runs/report_s and report_mib: `hvdtrain timeline report` of 1,000 ranks, three days of steps of half a second,
   512 of them stamped; one rank is slow from the middle on.
+- long_runs/look_cpu_s: CPU time of a look at this run while it trains, after the first one.
 - long_runs/timeline_report_s and timeline_report_mib: the same of a Horovod Timeline of 1 GiB alone.
 - long_runs/tensorboard_mb: TensorBoard's files after these three days.
 - long_runs/journal_bytes: of a step in the journal.
@@ -25,6 +26,9 @@ from timeline_traces import USUAL, write
 
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLine
 from hvdtrain.observe.tensorboard import TensorBoard
+from hvdtrain.timeline.analysis.analyse import analyse
+from hvdtrain.timeline.run import load
+from hvdtrain.timeline.run_files import RunFiles
 from tests.support.step_tables import table_of
 
 RANKS, STAMPED, BLOCK = 1000, 512, 16
@@ -86,6 +90,16 @@ def run_report(run: Path) -> tuple[float, float]:
     return time.perf_counter() - began, usage.ru_maxrss / 1024
 
 
+def look_cpu_s(run: Path, looks: int) -> list[float]:
+    """CPU seconds of each look of `hvdtrain timeline watch` after the first one."""
+    files, times = RunFiles(run, grows=True), []
+    for _ in range(1 + looks):
+        began = time.process_time()
+        analyse(load(run, files=files))
+        times.append(time.process_time() - began)
+    return times[1:]
+
+
 def tensorboard_bytes(folder: Path) -> int:
     """The size of TensorBoard's files after all steps."""
     sink = TensorBoard(folder, folder / "journal.jsonl")
@@ -111,6 +125,7 @@ def measure(quick: bool) -> list[Figure]:
             runs = [run_report(which) for _ in range(rounds)]
             found.append(figure(f"long_runs/{name}_s", [seconds for seconds, _ in runs], "s"))
             found.append(figure(f"long_runs/{name}_mib", [mib for _, mib in runs], "MiB"))
+        found.append(figure("long_runs/look_cpu_s", look_cpu_s(folder, rounds), "s"))
         size = (folder / "journal.jsonl").stat().st_size
         found.append(figure("long_runs/journal_bytes", [size / STEPS], "bytes"))
         board = Path(temporary) / "tensorboard"

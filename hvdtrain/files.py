@@ -70,6 +70,38 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+class GrowingFile:
+    """The lines of a regular file to which others append; each call of `new_lines` continues where the last one ended.
+
+    `offset` is the end of the newest line, in bytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, 0
+        self._inode = -1
+
+    def begins_again(self) -> bool:
+        """Return whether the file is new, another one, or shorter than what was read: its lines start again.
+
+        Errors: OSError, such as for a missing file.
+        """
+        found = self.path.stat()
+        if found.st_ino == self._inode and found.st_size >= self.offset:
+            return False
+        self._inode, self.offset = found.st_ino, 0
+        return True
+
+    def new_lines(self, *, whole: bool) -> Iterator[bytes]:
+        """Yield new lines; with `whole`, a last one only when it has ended. Errors: see `open_regular`."""
+        with open_regular(self.path) as file:
+            file.seek(self.offset)
+            for line in file:
+                if whole and not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                yield line
+
+
 def read_text_or_empty(path: Path) -> str:
     """Read a small text file, such as one of the kernel's; "" if it cannot be read."""
     try:

@@ -62,6 +62,11 @@ _RULES: Mapping[str, _Rule] = {
     "observe.histograms_every": _not_negative("off"),
     "observe.stall_timeout_s": _not_negative("never"),
     "observe.watch_every_s": _not_negative("never"),
+    "observe.prometheus": (
+        lambda value: 1 <= value <= 65535 if isinstance(value, int) else value.endswith(".prom"),
+        "a port, 1 to 65535, or a file NAME.prom",
+    ),
+    "observe.otlp": (lambda value: value.startswith(("http://", "https://")), "a URL such as http://collector:4318"),
     "observe.price_per_hour": _not_negative("free"),
     "run_dir": (lambda value: value and not is_url(value), "a folder of this machine, or null for one under runs/"),
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),

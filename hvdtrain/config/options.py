@@ -21,6 +21,8 @@ _METAVARS = {
     **dict.fromkeys(("model.config", "data.tokens", "data.tokenizer"), "FILE"),
     **dict.fromkeys(("data.text", "data.chat", "data.validation"), "GLOB"),
     **dict.fromkeys(("observe.timeline", "observe.profile"), "STEPS"),
+    "observe.prometheus": "PORT|FILE",
+    "observe.otlp": "URL",
     "resume": "CHECKPOINT",
     "parallel.compression": "NAME",
 }

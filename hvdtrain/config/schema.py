@@ -285,6 +285,9 @@ class ObserveConfig:
         line_every_s: seconds between progress lines if the output is not a terminal (a file, or under mpirun)
         sinks: extra receivers of each step and event: wandb, trackio, mlflow; functions of one record, or classes with
             write(record) and close(), as file.py:name or module:name
+        prometheus: metrics for Prometheus, by rank 0: a port of its host, on 127.0.0.1 only, or FILE.prom, a file for
+            the textfile collector of node_exporter (default: none)
+        otlp: URL of a collector of OpenTelemetry, which gets these metrics every 10 s by http/protobuf (default: none)
         timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (steps 10 to 20
             if recording is free on this machine, otherwise none)
         profile: steps that torch.profiler records, one file per rank: FIRST:LAST, all or off
@@ -295,14 +298,16 @@ class ObserveConfig:
             devices)
         stall_timeout_s: end the run and name the responsible rank if no rank makes progress for this many seconds; 0
             means never. Set it above the longest single operation, such as a batch or a compilation
-        watch_every_s: look every N seconds for what slows the run, and say what changes; 0 means never. Needs traces
-            (timeline is not off)
+        watch_every_s: look every N seconds for what slows the run, and say what changes; less often where looks would
+            take more than 1% of a core; 0 means never. Needs traces (timeline is not off)
         price_per_hour: price of one device for one hour, in any currency; a device is a GPU, or a rank on CPUs. The
             cost of the run is shown at its end (default: none)
     """
 
     line_every_s: float = 5.0
     sinks: list[str] | str = field(default_factory=list)
+    prometheus: int | str | None = None
+    otlp: str | None = None
     timeline: str = "auto"
     profile: str = "off"
     nvtx: bool = False

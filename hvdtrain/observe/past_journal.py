@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from hvdtrain.files import open_regular
+from hvdtrain.files import GrowingFile, open_regular
 from hvdtrain.observe.sampling import is_chosen
 
 FIRST_TIMES = 32
@@ -136,54 +136,75 @@ _decode_line = msgspec.json.Decoder(_Line).decode
 
 def read_journal_starts(path: Path) -> list[JournalStart]:
     """Return the starts in a journal; none if there is no journal. A million steps take about a second."""
-    starts: list[JournalStart] = []
-    if not path.is_file():
-        return starts
-    end = 0
-    with open_regular(path) as file:
-        for text in file:
-            end += len(text)
-            try:
-                line = _decode_line(text)
-                is_step = line.event is msgspec.UNSET and isinstance(line.step, int) and line.step < 1 << 60
-                event = orjson.loads(text) if line.event is not msgspec.UNSET else {}
-            except ValueError:
-                continue
-            if not is_step and not event:
-                continue
-            if line.event == "started" or not starts:
-                starts.append(JournalStart(event if line.event == "started" else {}))
-            start = starts[-1]
-            start.last_time = _number(line.time)
-            if is_step:
-                start.first_step = line.step if start.first_step is None else start.first_step
-                start.last_step, start.last_step_time = line.step, start.last_time
-                if line.skipped is True:
-                    start.skipped.append(len(start.steps))
-                start.steps.append(line.step)
-                start.seconds.append(max(0.0, _number(line.step_s)))
-                start.offsets.append(end - len(text))
-                if len(start.first_times) < FIRST_TIMES:
-                    start.first_times.append(start.last_time)
-            elif line.event != "started":
-                start.events.append(event)
-    return starts
+    return JournalReader(path).read(whole=False)
+
+
+class JournalReader:
+    """Reads a journal, and later only the lines that were added since."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = GrowingFile(path)
+        self._starts: list[JournalStart] = []
+
+    def read(self, *, whole: bool = True) -> list[JournalStart]:
+        """Return the starts up to now, which later calls change. `whole`: the last line must have ended."""
+        if not self._file.path.is_file():
+            return []
+        if self._file.begins_again():
+            self._starts = []
+        for text in self._file.new_lines(whole=whole):
+            self._add(text)
+        return self._starts
+
+    def _add(self, text: bytes) -> None:
+        try:
+            line = _decode_line(text)
+            is_step = line.event is msgspec.UNSET and isinstance(line.step, int) and line.step < 1 << 60
+            event = orjson.loads(text) if line.event is not msgspec.UNSET else {}
+        except ValueError:
+            return
+        if not is_step and not event:
+            return
+        if line.event == "started" or not self._starts:
+            self._starts.append(JournalStart(event if line.event == "started" else {}))
+        start = self._starts[-1]
+        start.last_time = _number(line.time)
+        if is_step:
+            start.first_step = line.step if start.first_step is None else start.first_step
+            start.last_step, start.last_step_time = line.step, start.last_time
+            if line.skipped is True:
+                start.skipped.append(len(start.steps))
+            start.steps.append(line.step)
+            start.seconds.append(max(0.0, _number(line.step_s)))
+            start.offsets.append(self._file.offset - len(text))
+            if len(start.first_times) < FIRST_TIMES:
+                start.first_times.append(start.last_time)
+        elif line.event != "started":
+            start.events.append(event)
 
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def sampled_steps(path: Path, start: JournalStart, most: int) -> list[dict[str, Any]]:
-    """Return the steps of a start; of more than `most`, about as many, evenly spread."""
-    every = max(1, -(-len(start.offsets) // most))
-    found = []
+def sampled_steps(
+    path: Path, start: JournalStart, most: int, known: Mapping[int, dict[str, Any]] | None = None
+) -> dict[int, dict[str, Any]]:
+    """Return the steps of a start by the offset of their line; of more than `most`, about as many, evenly spread.
+
+    Those that are `known` from an earlier call are not read again.
+    """
+    known, every = known or {}, max(1, -(-len(start.offsets) // most))
+    found = {}
     with open_regular(path) as file:
         for offset in compress(start.offsets, (is_chosen(place, every) for place in range(len(start.offsets)))):
+            if offset in known:
+                found[offset] = known[offset]
+                continue
             file.seek(offset)
             with suppress(ValueError):
                 if isinstance(record := orjson.loads(file.readline()), dict):
-                    found.append(record)
+                    found[offset] = record
     return found
 
 

@@ -178,9 +178,11 @@ class StepFile:
     show: Callable[[dict[str, Any]], None]  # receives an event ``ranks`` per block if there are several ranks
     _file: LineFile | None = None
     _failed: bool = False
+    _hosts: Sequence[str] = ()
 
     def start(self, line: StartLine, now_us: Sequence[float]) -> None:
         """Write the first line of a start. `now_us`: the current time by each rank's clock."""
+        self._hosts = line.hosts
         self.append(msgspec.structs.replace(line, clock=ClockLine.from_offsets(self._offsets(now_us))))
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -191,7 +193,7 @@ class StepFile:
         offsets = self._offsets(block.stamps[:, -1, MOMENTS.index("end")].tolist())
         self.append(block_line(block, offsets, self.origin_us))
         if len(offsets) > 1:
-            self.show(ranks_event(block, offsets))
+            self.show({**ranks_event(block, offsets), "hosts": self._hosts})
 
     def append(self, line: StartLine | BlockLine) -> None:
         """Append a line, unless an earlier one failed."""
@@ -235,7 +237,7 @@ def block_line(block: Block, offsets: Sequence[Offset], origin_us: float) -> Blo
 def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
     """Return the event of a block for metric sinks: milliseconds per step of each rank, means over the block.
 
-    Exposed communication is what a rank waits for it after the last one is ready.
+    Exposed communication is what a rank waits for it after the last one is ready; before, it waits for ranks.
     """
     shift = np.array([offset.us for offset in offsets])[:, None]
     names = ("start", "ready", "end", "received", "wait")
@@ -249,8 +251,11 @@ def ranks_event(block: Block, offsets: Sequence[Offset]) -> dict[str, Any]:
 
     return {
         "event": "ranks",
+        "first_step": block.first,
         "at_step": block.first + block.stamps.shape[1] - 1,
         "late_ms": mean_ms(late),
         "exposed_ms": mean_ms(np.maximum(0.0, wait - (late.max(axis=0) - late))),
+        "wait_ms": mean_ms(late.max(axis=0) - late),
         "step_ms": mean_ms(end - start),
+        "facts": block.facts,
     }

@@ -14,17 +14,17 @@ import numpy as np
 from hvdtrain.errors import ConfigError, DataError, TraceError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.observe.journal import FORMAT
-from hvdtrain.observe.past_journal import JournalStart, read_journal_starts, sampled_steps
-from hvdtrain.observe.scalars import numbers
+from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.analysis.rounds import ENOUGH
-from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
+from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StampedStart, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
+from hvdtrain.timeline.run_files import RunFiles
 from hvdtrain.timeline.steps import Start, on_one_clock, read_span_files, read_starts, wall_clock_us
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.read_run import read_evidence
@@ -40,7 +40,13 @@ _MOST_SPANS = 2_000_000
 _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
-def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float = math.inf) -> RunTrace:
+def load(
+    path: Path,
+    *more: Path,
+    logs: Sequence[Path] = (),
+    most_bytes: float = math.inf,
+    files: RunFiles | None = None,
+) -> RunTrace:
     """Read a run, of its starts the last one with enough stamps, or one or several segments of a Horovod Timeline.
 
     The notes list what is missing or damaged.
@@ -50,12 +56,12 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
         more: further segments if `path` is a Timeline.
         logs: output of the job, for lines of Horovod and NCCL; output in the run's folder is found.
         most_bytes: limit for each of a run's spans, Timelines and output; larger ones are ignored, with a note.
+        files: those of the run's folder, kept from an earlier call, so that only what is new is read.
 
     Errors:
         TraceError: it is neither a run nor a Timeline.
     """
-    above = RunLayout(path.parent)
-    folder = path.parent if path == above.timeline.folder and above.is_run else path
+    folder = run_folder(path)
     if folder.is_dir():
         if more:
             raise TraceError(
@@ -63,7 +69,7 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
                 found=f"{path} and {more[0]}",
                 next_step="hvdtrain timeline diff",
             )
-        return _load_run(folder, logs, most_bytes)
+        return _load_run(files or RunFiles(folder), logs, most_bytes)
     if not path.exists():
         raise TraceError(
             f"{path} does not exist", expected=_EXPECTED, next_step="ls runs/ shows the runs of this folder"
@@ -74,8 +80,14 @@ def load(path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float =
     return RunTrace(path, size, horovod=_on_first_clock(traces), warnings=collect_lines(logs), notes=notes)
 
 
-def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> RunTrace:
-    layout = RunLayout(folder)
+def run_folder(path: Path) -> Path:
+    """Return the run's folder for its timeline/; other paths as they are."""
+    above = RunLayout(path.parent)
+    return path.parent if path == above.timeline.folder and above.is_run else path
+
+
+def _load_run(files: RunFiles, more_logs: Sequence[Path], most_bytes: float) -> RunTrace:
+    layout, folder = files.layout, files.layout.folder
     timeline = layout.timeline.folder
     if not layout.is_run and not timeline.is_dir():
         content = ", ".join(sorted(each.name for each in folder.iterdir())[:6]) or "nothing"
@@ -85,13 +97,12 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
             found=content,
             next_step="name a run's folder, such as runs/RUN",
         )
-    every = read_journal_starts(layout.journal)
+    every, starts = files.starts()
     formats = [start.started.get("format", FORMAT) for start in every]
     past = [start for start, number in zip(every, formats, strict=True) if number == FORMAT]
     wrong = [(number, found) for number, found in enumerate(formats) if found != FORMAT]
     unread = f"this program reads {FORMAT}: it is ignored"
     notes = [f"start {number} of the journal has format {found}, {unread}" for number, found in wrong]
-    starts = read_starts(timeline)
     stamped = [start for start in starts if len(start.steps.step)]
     enough = [start for start in stamped if len(start.steps.step) >= ENOUGH]
     longest = max(stamped, key=lambda start: len(start.steps.step), default=None)
@@ -109,10 +120,16 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
         else:
             notes.append(f"the last start has too few step stamps: an earlier start is analysed, {which}")
     notes += start.dropped if start is not None else ()
-    files = read_span_files(timeline, most_bytes, start.number if start is not None and stamped else None, _MOST_SPANS)
-    if dropped := sum(file.dropped for file in files):
+    wanted = start.number if start is not None and stamped else None
+    own = files.unless_changed(
+        "spans",
+        timeline.glob(TimelineLayout.SPANS),
+        wanted,
+        lambda _: read_span_files(timeline, most_bytes, wanted, _MOST_SPANS),
+    )
+    if dropped := sum(file.dropped for file in own):
         notes.append(f"the last spans of each rank are analysed: {dropped:,} earlier ones are left out")
-    spans = on_one_clock(files, starts)
+    spans = on_one_clock(own, starts)
     config = as_mapping(this.started.get("config"))
     if not config:
         with suppress(ConfigError):
@@ -122,11 +139,14 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
         said = this.started.get("size")
         size = said if isinstance(said, int) and 0 < said < _MOST_RANKS else size
     recorded = [*timeline.glob(TimelineLayout.HOROVOD)]
-    if isinstance(own := this.started.get("horovod_timeline"), str) and Path(own).is_file():  # by HOROVOD_TIMELINE
-        recorded.append(Path(own))
-    horovod = _bounded(_segments(recorded, wall_clock_us(files), steps, notes, most_bytes), notes)
-    logs = _small_enough(find_logs(folder, this.started.get("nccl_debug_file")), notes, most_bytes)
-    if not (past or starts or files or horovod or logs):
+    if isinstance(mine := this.started.get("horovod_timeline"), str) and Path(mine).is_file():  # by HOROVOD_TIMELINE
+        recorded.append(Path(mine))
+    traces, found = files.unless_changed("horovod", recorded, None, lambda paths: _read_horovod(paths, most_bytes))
+    notes += found
+    horovod = _bounded(_segments(traces, wall_clock_us(own), steps, notes), notes)
+    outputs = [] if files.grows else find_logs(folder, this.started.get("nccl_debug_file"))
+    logs = _small_enough(outputs, notes, most_bytes)
+    if not (past or starts or own or horovod or logs):
         raise TraceError(
             f"{folder} has no readable data of a run",
             expected=f"lines in {layout.journal.name}, or files of {timeline.name}/",
@@ -137,26 +157,35 @@ def _load_run(folder: Path, more_logs: Sequence[Path], most_bytes: float) -> Run
     link = start.link if start is not None else ()
     warnings = [str(event.get("text", "")) for event in this.events_named("warning")]
     warnings += collect_lines([*more_logs, *logs])
-    records = sampled_steps(layout.journal, this, _MOST_STEPS) if past else []
+    records = files.steps(this, _MOST_STEPS) if past else []
     return RunTrace(
         *(folder, size, config, steps, spans, horovod, warnings, link, notes, is_part),
         starts=past,
         start=this,
         journal=(journal := _journal_steps(records)),
-        history=journal if len(past) == 1 else _journal_steps(list(_of_all_starts(layout.journal, past))),
+        history=journal if len(past) == 1 else _journal_steps(list(_of_all_starts(files, past))),
         stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
         evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
 
 
-def read_stamped(folder: Path) -> Iterator[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]]:
-    """Yield the stamps of all starts of a run that have any, each with its events ``shares``, and its config."""
+def read_stamped(folder: Path) -> Iterator[StampedStart]:
+    """Yield all starts of a run that have stamps."""
     past = read_journal_starts(RunLayout(folder).journal)
     for start in read_starts(folder):
         if len(steps := start.steps.step):
             this = _journal_of(start, past)
             shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
-            yield start.steps, shares, this.started.get("config") or {}
+            yield StampedStart(start.steps, shares, this.started.get("config") or {}, _epoch_s(start.steps, this))
+
+
+def _epoch_s(steps: StepTable, this: JournalStart) -> float:
+    """Return the time since 1970 at time 0 of the stamps, by the end of a step that both know; NaN without one."""
+    ends = dict(zip(this.steps, this.first_times, strict=False))
+    for column, step in enumerate(steps.step.tolist()):
+        if ends.get(step):
+            return ends[step] - float(steps.end_us[0, column]) / 1e6
+    return math.nan
 
 
 def _evidence(
@@ -170,13 +199,12 @@ def _evidence(
 
 def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
     """Return valid lines as columns; None without any. Of a step that occurs twice, the last line counts."""
-    unknown = ("tokens", "time")
-    keys = ("step_s", *JOURNAL_KEYS.values(), *unknown)
+    absent = {"step_s": math.nan, **dict.fromkeys(JOURNAL_KEYS.values(), 0.0), "tokens": math.nan, "time": math.nan}
+    keys, number = tuple(absent), (int, float)
     rows: dict[int, list[float]] = {}
     for record in records:
-        known = numbers({key: record.get(key) for key in keys})
-        if isinstance(step := record.get("step"), int) and "step_s" in known:
-            rows[step] = [known.get(key, math.nan if key in unknown else 0.0) for key in keys]
+        if isinstance(step := record.get("step"), int) and isinstance(record.get("step_s"), number):
+            rows[step] = [v if isinstance(v := record.get(key), number) else absent[key] for key in keys]
     if not rows:
         return None
     step = np.array(sorted(rows))
@@ -185,12 +213,12 @@ def _journal_steps(records: Sequence[Mapping[str, Any]]) -> JournalSteps | None:
     return JournalSteps(step, 1e3 * columns["step_s"], parts, columns["tokens"], columns["time"])
 
 
-def _of_all_starts(journal: Path, past: Sequence[JournalStart]) -> Iterator[Mapping[str, Any]]:
+def _of_all_starts(files: RunFiles, past: Sequence[JournalStart]) -> Iterator[Mapping[str, Any]]:
     """Yield evenly spread steps of all starts, without those that a later start repeated."""
     total, end = sum(len(start.steps) for start in past), math.inf
     for start in reversed(past):
         most = max(1, _MOST_STEPS * len(start.steps) // max(1, total))
-        yield from (each for each in sampled_steps(journal, start, most) if each.get("step", math.inf) < end)
+        yield from (each for each in files.steps(start, most) if each.get("step", math.inf) < end)
         end = min(end, start.first_step if start.first_step is not None else math.inf)
 
 
@@ -210,11 +238,17 @@ def _journal_of(start: Start, past: Sequence[JournalStart]) -> JournalStart:
     return (did or began or same)[-1]
 
 
+def _read_horovod(paths: Iterable[Path], most_bytes: float) -> tuple[list[HorovodTrace], list[str]]:
+    """Return Horovod's Timelines, and notes on what is missing."""
+    notes: list[str] = []
+    return list(read_readable(_small_enough(paths, notes, most_bytes), notes)), notes
+
+
 def _segments(
-    recorded: Sequence[Path], wall_us: float | None, steps: StepTable | None, notes: list[str], most_bytes: float
+    traces: Iterable[HorovodTrace], wall_us: float | None, steps: StepTable | None, notes: list[str]
 ) -> Iterator[HorovodTrace]:
     """Yield the start's Horovod Timelines, on the run's clock."""
-    for trace in read_readable(_small_enough(recorded, notes, most_bytes), notes):
+    for trace in traces:
         if wall_us is None or trace.epoch_us is None:
             notes.append(f"{trace.path.name} is ignored: its start time is unknown")
             continue

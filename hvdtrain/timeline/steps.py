@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from hvdtrain.files import open_regular
+from hvdtrain.files import GrowingFile, open_regular
 from hvdtrain.observe.span_trace import BUCKET, CLOCK, SpanClock, host_of
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, Numbers, StartLine, as_array
 from hvdtrain.run_layout import RunLayout, TimelineLayout
@@ -45,33 +45,56 @@ def read_starts(path: Path) -> list[Start]:
     Args:
         path: of the file, of its folder, or of the run. Without a file the list is empty.
     """
-    heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
-    for number, raw in enumerate(_lines(path), 1):
-        line = _decode(raw)
+    return StampReader(path).read(whole=False)
+
+
+class StampReader:
+    """Reads the stamps of a run, and later only the lines that were added since. Arguments as of `read_starts`."""
+
+    def __init__(self, path: Path) -> None:
+        places = (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps)
+        self._places = places
+        self._file = GrowingFile(path)
+        self._heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
+        self._lines = 0
+
+    def read(self, *, whole: bool = True) -> list[Start]:
+        """Return the starts up to now. `whole`: the last line must have ended."""
+        path = next((file for file in self._places if file.is_file()), None)
+        if path is None:
+            return []
+        if path != self._file.path:
+            self._file = GrowingFile(path)
+        if self._file.begins_again():
+            self._heads, self._lines = [], 0
+        for raw in self._file.new_lines(whole=whole):
+            self._lines += 1
+            if raw.strip():
+                self._add(raw)
+        no_ranks = StartLine(VERSION, -1, 0, 0, [], [], 0.0)
+        return [_start(head or no_ranks, number, blocks, dropped) for head, number, blocks, dropped in self._heads]
+
+    def _add(self, raw: bytes) -> None:
+        line, heads, number = _decode(raw), self._heads, self._lines
         head = heads[-1][0] if heads else None
         if isinstance(line, (StartLine, _DamagedStart)):
             if isinstance(line, StartLine) and line.version == VERSION and line.fits():
                 heads.append((line, line.start, [], []))
-                continue
+                return
             text = f"line {number} of steps.jsonl, the first of a start, is damaged: the start is ignored"
             if line.version != VERSION:
                 text = f"a start in steps.jsonl has format {line.version}, this program reads {VERSION}: it is ignored"
             heads.append((None, line.start if isinstance(line.start, int) else -1, [], [text]))
         elif head is not None and isinstance(line, BlockLine) and line.fits(head.size):
+            for name in _TABLES:  # arrays take less memory, and less time to join at each reading
+                setattr(line, name, as_array(getattr(line, name)))
+            line.parts_us = {name: as_array(table) for name, table in line.parts_us.items()}  # type: ignore[misc]
             heads[-1][2].append(line)
         elif head is not None:
             heads[-1][3].append(f"line {number} of steps.jsonl is damaged and ignored")
-    no_ranks = StartLine(VERSION, -1, 0, 0, [], [], 0.0)
-    return [_start(head or no_ranks, number, blocks, dropped) for head, number, blocks, dropped in heads]
 
 
-def _lines(path: Path) -> list[bytes]:
-    for file in (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps):
-        if file.is_file():
-            return [line for line in file.read_bytes().splitlines() if line.strip()]
-    return []
-
-
+_TABLES = ("start_us", "ready_us", "released_us", "end_us", "elements")
 _DEVICE_US = 100.0
 """By how much a device may disagree with its host's clock: see `training.records.device_spans.SLACK_NS`."""
 
@@ -98,7 +121,7 @@ def _decode(raw: bytes) -> StartLine | BlockLine | _DamagedStart | None:
 
 def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: Sequence[str]) -> Start:
     def joined(tables: Sequence[Any], shift_us: float = 0.0) -> Floats:
-        return np.concatenate([np.empty((head.size, 0)), *map(as_array, tables)], axis=1) + shift_us
+        return np.concatenate([np.empty((head.size, 0)), *tables], axis=1) + shift_us
 
     step = np.concatenate([np.empty(0), *(block.first_step + np.arange(block.steps) for block in blocks)])
     block_number = np.repeat(np.arange(len(blocks)), [block.steps for block in blocks])
@@ -123,7 +146,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         parts_us={name: values[:, known] for name, values in parts.items()},
         facts=[block.facts for block in blocks],
         clock_error_us=np.where(np.isnan(errors), np.inf, errors).max(axis=0) + of_device,
-        elements=joined([block.elements or np.zeros((head.size, block.steps)) for block in blocks])[:, known],
+        elements=joined([b.elements if len(b.elements) else np.zeros((head.size, b.steps)) for b in blocks])[:, known],
         stages=head.consecutive_stages,
     )
     zeros: Numbers = [0.0] * head.size
@@ -133,7 +156,9 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         at_step=head.at_step,
         link=head.link,
         steps=steps,
-        clock_us=as_array([head.origin_us, *(head.origin_us + (block.end_us[0][-1] or 0.0) for block in blocks)]),
+        clock_us=as_array(
+            [head.origin_us, *(head.origin_us + float(np.nan_to_num(block.end_us[0][-1] or 0.0)) for block in blocks)]
+        ),
         offset_us=as_array([clock.offset_us for clock in clocks]),
         error_us=as_array([clock.error_us for clock in clocks]),
         dropped=list(dropped),

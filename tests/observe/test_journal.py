@@ -225,8 +225,8 @@ def test_steps_of_a_start_are_sampled_evenly(tmp_path: Path) -> None:
             lines += [{"event": "evaluation", "at_step": step}] if step % 10 == 0 else []
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step":1011,"st')
     first, second = past_journal.read_journal_starts(path)
-    assert [line["step"] for line in past_journal.sampled_steps(path, first, 100)] == list(range(1, 21))
-    found = past_journal.sampled_steps(path, second, 100)
+    assert [line["step"] for line in past_journal.sampled_steps(path, first, 100).values()] == list(range(1, 21))
+    found = list(past_journal.sampled_steps(path, second, 100).values())
     assert [(line["step"] - 11) // 10 for line in found] == list(range(100)) and {line["at"] for line in found} == {1}
     assert len({line["step"] % 10 for line in found}) == 10, "no period is missed"
 

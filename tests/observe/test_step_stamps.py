@@ -273,6 +273,7 @@ def test_sinks_get_the_lateness_of_ranks() -> None:
     event = written.ranks_event(aligned, [_clocks(2).offset(0, 0.0)] * 2)
     assert event["at_step"] == 5
     assert event["late_ms"] == pytest.approx([0, LATE_US / 1e3])
+    assert event["wait_ms"] == pytest.approx([LATE_US / 1e3, 0])
     assert event["exposed_ms"] == pytest.approx([0.17, 0.17]), "without the wait for the later one"
     assert event["step_ms"] == pytest.approx([1, 1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from datetime import datetime
@@ -29,23 +30,27 @@ def main(command: str, argv: list[str]) -> int:
     from hvdtrain.observe.past_journal import is_finished
     from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.analysis.analyse import analyse
-    from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.report.terminal import changed, summary_lines, verdicts
-    from hvdtrain.timeline.run import load
+    from hvdtrain.timeline.run import load, run_folder
+    from hvdtrain.timeline.run_files import RunFiles
 
-    journal, before = RunLayout(options.run).journal, None
+    journal, before, began_s = RunLayout(options.run).journal, None, 0.0
+    files = RunFiles(run_folder(options.run), grows=True)
     while True:
         is_over = is_finished(journal) if journal.is_file() else False
         try:
-            analysis = analyse(load(options.run, most_bytes=_MOST_BYTES))
+            analysis = analyse(load(options.run, most_bytes=_MOST_BYTES, files=files))
         except TraceError:
-            if options.once or is_over or not journal.is_file():
+            if options.once or options.asked or is_over or not journal.is_file():
                 raise
         else:  # it has begun
             found = verdicts(analysis)
             if options.json:
                 step = analysis.over_time.moments[-1].last_step if analysis.over_time is not None else 0
-                sys.stdout.write(dumped({"version": 1, "step": step, "verdicts": found}).decode())
+                goodput = analysis.goodput.share if analysis.goodput is not None else None
+                cpu_s, began_s = time.process_time() - began_s, time.process_time()
+                look = {"version": 1, "step": step, "verdicts": found, "goodput": goodput, "cpu_s": cpu_s}
+                print(json.dumps(look), flush=True)
             else:
                 lines = summary_lines(analysis) if before is None else changed(before, found)
                 stamp = "" if before is None else f"{datetime.now():%H:%M:%S} "
@@ -54,7 +59,10 @@ def main(command: str, argv: list[str]) -> int:
         if options.once or is_over:
             return 0
         try:
-            time.sleep(options.every_s)
+            if not options.asked:
+                time.sleep(options.every_s)
+            elif not sys.stdin.readline():
+                return 0
         except KeyboardInterrupt:
             return 0
 
@@ -66,6 +74,7 @@ def parser(command: str) -> Parser:
     made.add_argument("run", type=local, metavar="RUN", help="the run's folder, as the job printed it")
     every = "seconds between two looks (default: %(default)g)"
     made.add_argument("--every_s", type=lambda text: above_0(text, 1e6), default=_EVERY_S, metavar="S", help=every)
+    made.add_argument("--asked", action="store_true", help="look once more at each line of the input, as runs do")
     made.add_argument("--once", action="store_true", help="look once")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--json", action="store_true", help="print a line of JSON for each look")
     return made

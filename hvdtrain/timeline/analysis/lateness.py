@@ -7,10 +7,13 @@ from collections.abc import Collection
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.stats import BATCHES, correlation_steps, student
 from hvdtrain.timeline.columns import Floats
+
+Order = NDArray[np.int64]
 
 _SHUFFLES = 2000
 _TOGETHER = 50
@@ -36,15 +39,20 @@ def median_of_others(values: Floats) -> Floats:
     return np.asarray(sum(picked) / len(picked))
 
 
-def like_the_others(work: Floats, late: Collection[int] = ()) -> Floats:
+def order_of(work: Floats) -> Order:
+    """Return the steps of each rank from the shortest to the longest [ranks, steps]."""
+    return np.argsort(work, axis=1, kind="stable")
+
+
+def like_the_others(work: Floats, late: Collection[int] = (), order: Order | None = None) -> Floats:
     """Return each rank's times as if they had the distribution of a typical other rank.
 
     A rank's longest step becomes the longest step of a typical other rank (median over the other ranks), its second
     longest the second longest, and so on. Steps that are long for all ranks stay long. Steady and rare lateness are
     treated alike. No step becomes longer, even if other ranks are noisier. `work` is [ranks, steps]; ranks that are
-    `late` are not typical.
+    `late` are not typical. `order` is `order_of(work)`, if it is known.
     """
-    order = np.argsort(work, axis=1, kind="stable")
+    order = order_of(work) if order is None else order
     ordered = np.take_along_axis(work, order, axis=1)
     rest = [rank for rank in range(len(work)) if rank not in late]
     typical = np.empty_like(ordered)
@@ -70,7 +78,11 @@ def tamed(work: Floats) -> Floats:
 
 
 def costs(
-    work: Floats, late: Collection[int] = (), weights: Floats | None = None, fewer: Floats | float = 0.0
+    work: Floats,
+    late: Collection[int] = (),
+    weights: Floats | None = None,
+    order: Order | None = None,
+    fewer: Floats | float = 0.0,
 ) -> Floats:
     """Return how much shorter steps would be if each rank were like the others [ranks], in the units of `work`, >= 0.
 
@@ -78,16 +90,14 @@ def costs(
 
     A step takes as long as its last rank. Ranks that are `late` together share the total gain: each delay is divided
     among the ranks that have it (the Shapley value; Littlechild and Owen, Management Science 20, 1973). Any other rank
-    is considered alone.
+    is considered alone: only steps in which it is the last become shorter. `order` as in `like_the_others`.
     """
-    changed, work = like_the_others(work, late) - fewer, work - fewer
+    weights = np.ones(work.shape[1]) if weights is None else weights
+    changed, work = like_the_others(work, late, order) - fewer, work - fewer
     second, longest = np.partition(work, -2, axis=0)[-2:]
     last = np.argmax(work, axis=0)
-    found = np.zeros(len(work))
-    for rank in range(len(work)):
-        if rank not in late:
-            others = np.where(last == rank, second, longest)
-            found[rank] = np.average(longest - np.maximum(others, changed[rank]), weights=weights)
+    gain = longest - np.maximum(second, changed[last, np.arange(len(last))])
+    found: Floats = np.asarray(np.bincount(last, weights * gain, len(work)) / weights.sum())
     if len(late):
         found[list(late)] = np.average(_shared(work, changed, list(late)), axis=1, weights=weights)
     return found
@@ -122,17 +132,32 @@ def cost_estimates(
     steps = work.shape[1]
     weights = np.ones(steps) if weights is None else weights
     blocks = int(min(BATCHES, max(4, steps / (2 * correlation)), steps))
-    whole = costs(work, late, weights, fewer)
+    order = order_of(work)
+    whole = costs(work, late, weights, order, fewer)
     reach = np.cumsum(weights)
     edges = np.unique([0, *np.searchsorted(reach, reach[-1] * np.arange(1, blocks) / blocks), steps])
     blocks = len(edges) - 1
     if blocks < 2:
         return [Estimate(float(value), -math.inf, math.inf) for value in whole]
-    left = [np.s_[a:b] for a, b in pairwise(edges)]
-    without = np.array([costs(np.delete(work, out, axis=1), late, np.delete(weights, out), fewer) for out in left])
+    without = np.array([_costs_without(a, b, work, late, weights, order, fewer) for a, b in pairwise(edges)])
     error = np.sqrt((blocks - 1) / blocks * ((without - without.mean(axis=0)) ** 2).sum(axis=0))
     half = student(blocks - 1) * error
     return [Estimate(float(v), float(v - h), float(v + h)) for v, h in zip(whole, half, strict=True)]
+
+
+def _costs_without(
+    begin: int,
+    end: int,
+    work: Floats,
+    late: Collection[int],
+    weights: Floats,
+    order: Order,
+    fewer: Floats | float,
+) -> Floats:
+    """Return `costs` without the steps from `begin` to `end`, which keeps the order of the others."""
+    kept = np.concatenate([np.arange(begin), np.arange(end, work.shape[1])])
+    rest = order[(order < begin) | (order >= end)].reshape(len(work), -1)
+    return costs(work[:, kept], late, weights[kept], np.where(rest >= end, rest - (end - begin), rest), fewer)
 
 
 def latest(work: Floats) -> tuple[list[int], float]:

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+import numpy as np
 
 from hvdtrain.observe.cost import S_PER_HOUR
+from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers
-from hvdtrain.timeline.columns import StepTable
+from hvdtrain.timeline.columns import StampedStart
 
 _LEAST_STEPS = 8
+_HOURS_A_DAY = 24
 
 
 @dataclass
 class Place:
-    """A host, a device, or what a file names for hosts, such as a rack."""
+    """A host, a device, or what a file names for hosts, such as a rack. Times are seconds since 1970, None if unknown.
+
+    The interval of `device_hours` is 95%.
+    """
 
     name: str
     host: str
     starts: int = 0  # starts of runs in which a rank there was compared with others
     slow_starts: int = 0  # those of them in which one was a straggler
     device_hours: float = 0.0  # that all devices of the jobs waited for stragglers there
+    device_hours_low: float = 0.0
+    device_hours_high: float = 0.0
+    device_hours_per_day: float = 0.0  # lost while it is slow, by the newest start in which it was
+    slow_now: bool = False  # it was slow at the end of the newest start in which it was compared
+    slow_since: float | None = None  # when that began, also over starts; None if it is not slow now
+    last_slow: float | None = None  # the last step in which it was slow
+    last_seen: float | None = None  # the last step of a job there
     causes: Counter[str] = field(default_factory=Counter)  # of these stragglers, most frequent first
 
 
-def slow_hosts(
-    starts: Iterable[tuple[StepTable, Sequence[Mapping[str, Any]], Mapping[str, Any]]], group_of: Mapping[str, str]
-) -> dict[str, list[Place]]:
+def slow_hosts(starts: Iterable[StampedStart], group_of: Mapping[str, str]) -> dict[str, list[Place]]:
     """Judge each start on its own, and add up: `hosts`, `devices` and `groups` of hosts, most costly first.
 
-    A start has its stamps, its events ``shares`` and its config. A group of a host is such as its rack.
+    A group of a host is such as its rack.
     """
     kinds: dict[str, dict[str, Place]] = {"hosts": {}, "devices": {}, "groups": {}}
-    for table, shares, config in starts:
-        found = stragglers_of(table, shares, config)
-        if found is None or len(found.rounds.step) < _LEAST_STEPS:
-            continue
+    for start in sorted(starts, key=lambda each: each.time_s(-1) or -math.inf):
+        table = start.steps
         of_rank = []
         for host, device in zip(table.hosts, table.devices or [""] * len(table.hosts), strict=True):
             places = [kinds["hosts"].setdefault(host, Place(host, host))]
@@ -48,22 +58,55 @@ def slow_hosts(
             if group := group_of.get(host):
                 places.append(kinds["groups"].setdefault(group, Place(group, "")))
             of_rank.append(places)
-        _add(found, table, of_rank)
+            for place in places:
+                place.last_seen = start.time_s(-1) or place.last_seen
+        found = stragglers_of(table, start.shares, start.config)
+        if found is not None and len(found.rounds.step) >= _LEAST_STEPS:
+            _add(found, start, of_rank)
+    for kind in kinds:
+        kinds[kind] = {name: place for name, place in kinds[kind].items() if place.starts}
     return {kind: sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for kind, each in kinds.items()}
 
 
-def _add(found: Stragglers, table: StepTable, of_rank: Sequence[Sequence[Place]]) -> None:
+def _add(found: Stragglers, start: StampedStart, of_rank: Sequence[Sequence[Place]]) -> None:
     """Add a start to the places of its ranks."""
-    steps, ranks = float(found.rounds.weight.sum()), len(of_rank)
-    for place in {id(place): place for places in of_rank for place in places}.values():
+    hours = float(found.rounds.weight.sum()) * len(of_rank) / 1e3 / S_PER_HOUR  # of all devices, per ms of a step
+    ranks: dict[int, tuple[Place, list[int]]] = {}
+    for rank, places in enumerate(of_rank):
+        for place in places:
+            ranks.setdefault(id(place), (place, []))[1].append(rank)
+    for place, own in ranks.values():
         place.starts += 1
-    slow: dict[int, Place] = {}
-    for rank in found.late:
-        causes = causes_of(rank, table, found)
-        hours = max(0.0, found.cost_ms[rank].value) / 1e3 * steps * ranks / S_PER_HOUR
-        for place in of_rank[rank]:
-            place.device_hours += hours
-            place.causes.update(cause.name for cause in causes[:1])
-            slow[id(place)] = place
-    for place in slow.values():
-        place.slow_starts += 1
+        late = [rank for rank in own if rank in found.late]
+        _add_cost(place, [found.cost_ms[rank] for rank in late], hours)
+        place.causes.update(cause.name for rank in late for cause in causes_of(rank, start.steps, found)[:1])
+        _note_spells(place, {rank: (found.spells(rank) or [found])[-1] for rank in late}, found, start)
+
+
+def _add_cost(place: Place, costs: Sequence[Estimate], hours: float) -> None:
+    """Add costs of ranks in ms per step, each worth `hours`; starts are independent of each other."""
+    value, low, high = (sum(max(0.0, getattr(each, name)) for each in costs) for name in ("value", "low", "high"))
+    below = math.hypot(place.device_hours - place.device_hours_low, hours * (value - low))
+    above = math.hypot(place.device_hours_high - place.device_hours, hours * (high - value))
+    place.device_hours += hours * value
+    place.device_hours_low, place.device_hours_high = place.device_hours - below, place.device_hours + above
+
+
+def _note_spells(place: Place, newest: Mapping[int, Stragglers], found: Stragglers, start: StampedStart) -> None:
+    """Note when a place was slow: by rank, what was found in the newest steps in which it was late."""
+    lasting = [each for each in newest.values() if each.rounds.step[-1] == found.rounds.step[-1]]
+    place.slow_now = bool(lasting)
+    place.slow_starts += bool(newest)
+    if newest:
+        lost = 0.0
+        for rank, spell in newest.items():
+            columns = spell.rounds.steps()
+            step_ms = float(np.median(start.steps.end_us[0, columns] - start.steps.start_us[0, columns])) / 1e3
+            lost += max(0.0, spell.cost_ms[rank].value) / step_ms
+            place.last_slow = start.time_s(int(columns[-1])) or place.last_slow
+        place.device_hours_per_day = lost * len(found.rounds.hosts) * _HOURS_A_DAY
+    first = min((int(each.rounds.steps()[0]) for each in lasting), default=0)
+    if not lasting:
+        place.slow_since = None
+    elif place.slow_since is None or first > int(found.rounds.steps()[0]):
+        place.slow_since = start.time_s(first)

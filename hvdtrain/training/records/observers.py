@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.link_probe import probe_link
-from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.schema import ObserveConfig
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
@@ -33,13 +34,15 @@ from hvdtrain.observe.tensorboard import TensorBoard, is_installed
 from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
+from hvdtrain.runtime.environment import rank_label
 from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
+from hvdtrain.task.base import import_library
 from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
 from hvdtrain.training.records.promise import Promise
-from hvdtrain.training.records.run_report import VerdictWatch
+from hvdtrain.training.records.verdict_watch import VerdictWatch
 from hvdtrain.training.round import Round
 
 _FIRST_STEPS = 20  # steps of each start with written spans, under ``--observe.timeline auto``
@@ -60,7 +63,7 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
         observe = current.run.config.observe
         if observe.watch_every_s and observe.timeline != "off":
             folder, every_s = current.layout.folder, observe.watch_every_s
-            recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event))
+            recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event, recorder.show))
     return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
@@ -106,10 +109,26 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     return start, stamps
 
 
-def _add_sinks(current: Round, given: Sequence[Any]) -> None:
-    """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard.
+_EXPORTERS = {"prometheus": "prometheus_client", "otlp": "opentelemetry.exporter.otlp.proto.http"}
+"""Modules of `observe` with a sink of `observe.metrics`, which are their option and their extra, and their library."""
 
-    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank.
+
+def _add_exporter(current: Round, name: str, to: Any) -> None:
+    """Add such a sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
+
+    def add() -> None:
+        import_library(_EXPORTERS[name], f"--observe.{name}", name)
+        module = import_module(f"hvdtrain.observe.{name}")
+        sink = module.open_sink(to, current.layout.folder.name, rank_label(current.worker.info))
+        current.recorder.add_sink(lambda: sink, name)
+
+    on_rank_0(current.comm, add, name=f"sinks/{name}")
+
+
+def _add_sinks(current: Round, given: Sequence[Any]) -> None:
+    """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard. Collective: yes.
+
+    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_exporter`.
     """
     wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
     named = current.run.config.observe.sinks
@@ -129,6 +148,9 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         evaluate_every = config.train.eval_every or config.checkpoint.every
         due = (current.stop, evaluate_every, config.checkpoint.every)
         recorder.add_sink(partial(Promise, *due, recorder.say, recorder.event), "promise")
+    for option in _EXPORTERS:
+        if (to := getattr(config.observe, option)) is not None:
+            _add_exporter(current, option, to)
     if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return
     if is_installed():

@@ -1,24 +1,16 @@
-"""The analysis of a run for its user: what becomes slow, while it runs; at its end, where the time went.
+"""The analysis of a run for its user at its end: where the time went.
 
-`hvdtrain timeline watch` looks while it runs, in a process of its own at the lowest priority, so that it delays no
-step. At the end, a page and data are written next to the traces. Span files of hosts that do not share the run folder
-are copied to rank 0 first.
+A page and data are written next to the traces. Span files of hosts that do not share the run folder are copied to
+rank 0 first.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
-import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,11 +22,7 @@ from hvdtrain.files import write_text
 from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.timeline.report.terminal import changed
 from hvdtrain.training.round import Round
-
-_PATIENCE_S = 120.0
-_REST = 50  # pause after a look, in times its duration: with many ranks it takes long
 
 MOST_BYTES = 1 << 25
 """Limits of the spans, Timelines and output that are read at the end of a run, so that this takes less than a second.
@@ -46,59 +34,6 @@ _SPANS_TOGETHER_BYTES = 256 << 20
 """Size limit of all of them together; every rank receives them, compressed to about a tenth."""
 
 _HEAD_BYTES = 1024  # first bytes of a file of spans, which identify it: they contain the rank and the time of its start
-
-
-@dataclass
-class VerdictWatch:
-    """A watcher that looks every `every_s` seconds, in a thread, until closed; on rank 0."""
-
-    run: Path  # the folder
-    every_s: float
-    say: Callable[[str], None]  # shows a line; any thread calls it
-    event: Callable[[dict[str, Any]], None]  # records one; any thread calls it
-    _step: int = 0
-    _ended: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="verdicts", daemon=True)
-        self._thread.start()
-
-    def begin_step(self, step: int) -> None:
-        """Note that step `step` begins."""
-        self._step = step
-
-    def close(self) -> None:
-        """Stop. A look that is under way ends by itself."""
-        self._ended.set()
-
-    def _watch(self) -> None:
-        before: dict[str, str] = {}
-        after_s = self.every_s
-        while not self._ended.wait(after_s):
-            began = time.monotonic()
-            found = self._look()
-            after_s = max(self.every_s, _REST * (time.monotonic() - began))
-            if found is None or self._ended.is_set():
-                continue
-            for text in changed(before, found):
-                self.say(text)
-                self.event({"event": "verdict", "at_step": self._step, "text": text})
-            before = found
-
-    def _look(self) -> dict[str, str] | None:
-        """Return the verdicts; None if they are unknown."""
-        argv = ["nice", "-n", "19", sys.executable, "-m", "hvdtrain", "timeline", "watch", str(self.run)]
-        with suppress(OSError, subprocess.SubprocessError, ValueError, KeyError):
-            done = subprocess.run(
-                [*argv, "--once", "--json"],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_PATIENCE_S,
-                check=True,
-            )
-            found = json.loads(done.stdout)["verdicts"]
-            return {str(key): str(text) for key, text in found.items()}
-        return None
 
 
 def explain_run(current: Round) -> Analysis | None:

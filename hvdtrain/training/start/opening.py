@@ -237,7 +237,7 @@ def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
 
 
 def beyond_break_even(plan: Plan, shapes: Sequence[Sequence[int]], size: int) -> str:
-    """Return that a compression sends more than none on so many ranks; "" if it does not, or that is chosen later."""
+    """Return that a compression sends more than none on this many ranks; "" if it does not, or that is chosen later."""
     name = plan.compression
     if name in ("none", "auto") or plan.dimensions or plan.outer is not None or size < 2:
         return ""
