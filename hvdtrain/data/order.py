@@ -109,9 +109,12 @@ def sample_indices(positions: NDArray[np.int64], length: int, seed: int) -> NDAr
     return indices
 
 
-def mix_seed(seed: int, value: int) -> int:
-    """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014)."""
-    return _splitmix(_splitmix(seed & _MASK) ^ (value & _MASK)) >> 1
+def mix_seed(seed: int, value: T) -> T:
+    """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014), for an int or an array of uint64."""
+    number: Any = value
+    mixed: Any = _splitmix(_splitmix(seed & _MASK) ^ (number & _MASK))
+    hashed: T = mixed >> 1
+    return hashed
 
 
 def _permute(offsets: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ Change point libraries such as ruptures are not used: a step is judged when it e
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,33 @@ def detect_jump(before: Sequence[float], value: float, direction: Direction = "u
     return expected
 
 
+class Middle:
+    """The last `WINDOW` values of a series in their order, kept from step to step. `values`: the series so far."""
+
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self._ordered = sorted([*values][-WINDOW:])
+        self._measure()
+
+    def _measure(self) -> None:
+        self._median, self._margin = 0.0, math.inf
+        if (count := len(self._ordered)) >= _LEAST:
+            self._median = self._ordered[count // 2]
+            self._margin = _DEVIATIONS * _SMALLEST * abs(self._median)
+
+    def add(self, value: float, values: Sequence[float]) -> None:
+        """Add a value to the series `values`, before it is there."""
+        if len(self._ordered) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, values[-WINDOW])]
+        insort(self._ordered, value)
+        self._measure()
+
+    def is_near(self, value: float) -> bool:
+        """Return whether a value is certainly no jump in any direction, as nearly always."""
+        if -self._margin <= value - self._median <= self._margin:
+            return True
+        return not _stands_out(self._ordered, self._median, value, _SMALLEST * abs(self._median))
+
+
 def _jumped(window: Sequence[float], value: float, direction: Direction) -> float | None:
     if len(window) < _LEAST:
         return None
@@ -90,7 +118,7 @@ def _stands_out(window: Sequence[float], median: float, value: float, least: flo
 
 def _deviation(values: Sequence[float], median: float) -> float:
     """Return the standard deviation, for a normal distribution, from the median absolute deviation."""
-    return 1.4826 * median_of(abs(x - median) for x in values)
+    return 1.4826 * median_of([x - median if x > median else median - x for x in values])
 
 
 @dataclass
@@ -132,6 +160,9 @@ class StepChecks:
     _finding: Finding | None = field(default=None, init=False)
     _scale: tuple[float, int] = field(default=(0.0, 0), init=False)  # the loss scale, and steps at it
     _norms: deque[float] = field(default_factory=lambda: deque(maxlen=KEEP), init=False)
+    _middle_of_norms: Middle = field(default_factory=Middle, init=False)
+    _losses: Sequence[float] = field(default=(), init=False)  # those of the progress, with their middle
+    _middle_of_losses: Middle = field(default_factory=Middle, init=False)
     _rise: Rise = field(default_factory=Rise, init=False)
 
     def check(self, result: StepResult, progress: Progress) -> SpoiledSteps | None:
@@ -139,9 +170,11 @@ class StepChecks:
         if result.applied:
             scale, steps = self._scale
             self._scale = (result.scale, steps + 1 if result.scale == scale else 1)
-            if (usual := detect_jump(self._norms, result.grad_norm)) is not None:
+            near = self._middle_of_norms.is_near(result.grad_norm)
+            if not near and (usual := detect_jump(self._norms, result.grad_norm)) is not None:
                 facts = {"grad_norm": result.grad_norm, "expected": usual, "positions": self._positions(progress)}
                 self._event("grad_norm_spike", progress, **facts)
+            self._middle_of_norms.add(result.grad_norm, self._norms)
             self._norms.append(result.grad_norm)
             return self._check_loss(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
@@ -175,10 +208,13 @@ class StepChecks:
         return SpoiledSteps("non_finite", progress.step - row + 1, positions, self._error(result, progress))
 
     def _check_loss(self, loss: float, progress: Progress) -> SpoiledSteps | None:
-        expected = detect_jump(progress.losses, loss)
+        if progress.losses is not self._losses:  # after a roll back, or at the start
+            self._middle_of_losses = Middle(progress.losses)
+        near = self._middle_of_losses.is_near(loss)
+        expected = None if near else detect_jump(progress.losses, loss)
         if expected is not None:
             self._jumped("loss_spike", "jumped", loss, expected, progress)
-        elif (usual := detect_jump(progress.losses, loss, "down")) is not None:
+        elif not near and (usual := detect_jump(progress.losses, loss, "down")) is not None:
             self._jumped("loss_drop", "fell", loss, usual, progress)
         if (rise := self._rise.add(progress.step, loss)) is not None:
             since, was, now = rise
@@ -187,7 +223,9 @@ class StepChecks:
                 f"the loss rises since step {since}: {now:.4g} in the last {WINDOW} steps, {was:.4g} then; lower"
                 " --optimizer.lr, or resume from a checkpoint of that time"
             )
-        progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may refer to the old one
+        self._middle_of_losses.add(loss, progress.losses)
+        # A new list: a snapshot may refer to the old one.
+        progress.losses = self._losses = [*progress.losses[1 - KEEP :], loss]
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
 
     def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:

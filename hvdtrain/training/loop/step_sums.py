@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from types import FrameType
 from typing import Any, Protocol
 
@@ -92,7 +93,10 @@ class StepSums(Protocol):
         """Return this rank's integers for the next step; always equally many."""
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
-        """Act on the sums of step `step`, which are equal on all ranks. Collective: yes."""
+        """Act on the sums of step `step`, which are equal on all ranks. Collective: yes.
+
+        It may not be called where all integers of all parts are 0.
+        """
 
 
 class CombinedSums:
@@ -106,10 +110,12 @@ class CombinedSums:
         """Return the integers of all parts."""
         parts = [member.values() for member in self._members]
         self._counts = [len(values) for values in parts]
-        return [value for values in parts for value in values]
+        return list(chain.from_iterable(parts))
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Give each part its sums. Collective: yes."""
+        if not any(sums):  # as nearly always
+            return
         rest = list(sums)
         for member, count in zip(self._members, self._counts, strict=True):
             own, rest = rest[:count], rest[count:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch.optim import Optimizer
@@ -19,11 +20,7 @@ def count_users(unused: Sequence[bool], ranks: int) -> list[int]:
         unused: for each parameter, whether this rank has not used it.
         ranks: the world size.
     """
-    count, base = _in_one(ranks), ranks + 1
-    return [
-        sum(base**digit for digit, each in enumerate(unused[begin : begin + count]) if not each)
-        for begin in range(0, len(unused), count)
-    ]
+    return _count_users(tuple(unused), ranks) if unused else []
 
 
 def used_by_nobody(sums: Sequence[int], unused: Sequence[bool], ranks: int) -> list[int]:
@@ -44,6 +41,15 @@ def begin_momentum(optimizer: Optimizer) -> None:
                 for parameter in group["params"]:
                     if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
                         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+@lru_cache(maxsize=8)
+def _count_users(unused: tuple[bool, ...], ranks: int) -> list[int]:
+    count, base = _in_one(ranks), ranks + 1
+    return [
+        sum(base**digit for digit, each in enumerate(unused[begin : begin + count]) if not each)
+        for begin in range(0, len(unused), count)
+    ]
 
 
 def _in_one(ranks: int) -> int:

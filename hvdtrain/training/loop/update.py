@@ -51,6 +51,7 @@ class Update:
     def __post_init__(self) -> None:
         """Start without parameters that the host has decided to update."""
         self._updated: set[Tensor] = set()
+        self._notes_updated = self.by_device or isinstance(self.engine.optimizer, torch.optim.SGD)
         self._no_scales = torch.ones(2, dtype=torch.float64, device=self.device)
 
     def decide(self, gradients: list[Tensor], totals: Tensor, unused: Sequence[bool], count: int) -> None:
@@ -77,9 +78,9 @@ class Update:
     def apply(self) -> StepResult:
         """Update the parameters, unless the step is skipped; return its result."""
         if self._result is None or self._result.applied:
-            if self._result is not None and not (updated := self._with_gradient()) <= self._updated:
+            if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
                 begin_momentum(self.engine.optimizer)
-                self._updated |= updated
+                self._updated |= new
             self._step()
         return self._result or self._decided()
 
@@ -114,7 +115,7 @@ class Update:
         loss = loss_sum / weight if weight > 0 else math.nan
         grad_norm = norm * (self.nominal / weight) if weight > 0 else math.nan
         applied = math.isfinite(grad_norm) and math.isfinite(loss)
-        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[_COUNT:]], scale, next_scale)
+        return StepResult(loss, weight, grad_norm, applied, [*map(round, numbers[_COUNT:])], scale, next_scale)
 
     def _scale(self, gradients: list[Tensor], result: StepResult) -> None:
         """Scale gradients to those of the mean over the actual weight, clipped."""

@@ -93,8 +93,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "exchange/norms.py",
-        "map(chunk_rows, shapes or (gradient.shape for gradient in gradients))",
-        "map(chunk_rows, (gradient.shape for gradient in gradients))",
+        "_steps(sizes, sizes if shapes is None else tuple(shapes))",
+        "_steps(sizes, sizes)",
         "the norm of rows has other chunks than that of the whole gradient",
         "tests/exchange/test_shards.py",
     ),
