@@ -115,7 +115,7 @@ class Spans:
         """Add the size of a batch of the current step."""
         self.sizes[self.step] = self.sizes.get(self.step, 0) + elements
         if len(self.sizes) > SIZES:
-            del self.sizes[min(self.sizes)]
+            del self.sizes[next(iter(self.sizes))]
 
     def pop_seconds(self) -> dict[str, float]:
         """Return the seconds by name since the last call."""

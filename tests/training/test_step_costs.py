@@ -36,9 +36,9 @@ def _costs(
 @pytest.mark.parametrize(
     ("make", "model", "a_step", "a_pass"),
     [
-        (Operations, dense, {"operations": 8}, {"operations": 1}),
-        (Operations, experts, {"operations": 25}, {"operations": 6}),
-        (Calls, dense, {"python_calls": 280, "c_calls": 350}, {"python_calls": 120, "c_calls": 95}),
+        (Operations, dense, {"operations": 3}, {"operations": 0}),
+        (Operations, experts, {"operations": 20}, {"operations": 6}),
+        (Calls, dense, {"python_calls": 0, "c_calls": 5}, {"python_calls": 62, "c_calls": 54}),
     ],
 )
 def test_a_step_does_little_more_than_a_loop_by_hand(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -123,7 +124,7 @@ class Stepper:
                 part.finish(self.spans.step, applied=result.applied)
             if result.next_scale != result.scale:
                 engine.rescale(result.next_scale / result.scale)
-        return replace(result, sums=result.sums[: len(values)])
+        return result
 
     def _passes(
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int
@@ -146,9 +147,11 @@ class Stepper:
                     loss, _ = self.engine.forward(call)
                 return partial(self._backward, loss * 0.0)
             self.spans.add_size(batch_size(batch) // self.sharing)
-            with spans["forward"], self.precision.autocast(), ExitStack() as around:
-                for part in around_forward:
-                    around.enter_context(part.around_forward(batch))
+            contexts = [context for part in around_forward if (context := part.around_forward(batch)) is not None]
+            with spans["forward"], self.precision.autocast(), ExitStack() if contexts else nullcontext() as around:
+                if around is not None:
+                    for context in contexts:
+                        around.enter_context(context)
                 loss, weight = self.engine.forward(call)
                 extras = [extra for part in extra_loss if (extra := part.extra_loss()) is not None]
             if self.counts:
@@ -170,7 +173,7 @@ class Stepper:
     def _totals(self, losses: list[Tensor | float], weights: list[Tensor | float], values: list[int]) -> Tensor:
         """Return this rank's sum of losses, sum of weights, and `values`: float64, on the device."""
         if self.device.type == "cpu":
-            return torch.tensor([sum(losses), sum(weights), *values], dtype=torch.float64)
+            return torch.frombuffer(array("d", [sum(losses), sum(weights), *values]), dtype=torch.float64)
         # The host does not wait for the device: its numbers are copied there.
         columns = [[part for part in parts if isinstance(part, Tensor)] for parts in (losses, weights)]
         on_host = [sum(part for part in parts if not isinstance(part, Tensor)) for parts in (losses, weights)]
