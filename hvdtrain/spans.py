@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 SIZES = 64
@@ -135,9 +134,9 @@ class Spans:
     def raw_events(self, first_step: int = 0) -> list[RawEvent]:
         """Return the same as plain tuples, for frequent callers."""
         try:
-            return _since(first_step, self._events)
+            return _since(first_step, reversed(self._events))
         except RuntimeError:  # a garbage collection during the loop has recorded itself; a copy is safe
-            return _since(first_step, list(self._events))
+            return _since(first_step, reversed(list(self._events)))
 
     def open(self) -> list[tuple[str, float]]:
         """Return the names of the open spans, outermost first, with the seconds since they began."""
@@ -174,13 +173,14 @@ class Spans:
             self.record("gc", min(end, max(self._collection_began, self._touched)), end_ns=end)
 
 
-def _since(first_step: int, events: Sequence[RawEvent] | deque[RawEvent]) -> list[RawEvent]:
-    newest = 0
-    for event in reversed(events):
+def _since(first_step: int, newest_first: Iterable[RawEvent]) -> list[RawEvent]:
+    events = []
+    for event in newest_first:
         if event[4] < first_step - 1:  # a device's durations of a step arrive with the next step
             break
-        newest += 1
-    return [event for event in islice(reversed(events), newest) if event[4] >= first_step][::-1]
+        if event[4] >= first_step:
+            events.append(event)
+    return events[::-1]
 
 
 class _Span:

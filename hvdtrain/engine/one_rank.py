@@ -34,10 +34,9 @@ class OneRank(Sums, Residuals):
     def finish(self) -> list[Tensor]:
         """Add the residuals to the gradients."""
         self._delivered = []
-        if not self._residuals.tensors:
-            gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
-            if not [gradient for gradient in gradients if gradient.is_sparse]:
-                return gradients
+        gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
+        if not self._residuals.tensors and not [gradient for gradient in gradients if gradient.is_sparse]:
+            return gradients
         gradients = []
         for name, parameter in self._parameters:
             if not parameter.requires_grad:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hvdtrain.plan.shards import chunk_rows
 
+_chunk_rows = lru_cache(maxsize=1 << 16)(chunk_rows)
+
 
 def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | None = None) -> Tensor:
     """Return the squared L2 norm of gradients: float64, on the device of the first.
@@ -19,24 +21,16 @@ def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | 
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    sizes = tuple([gradient.shape for gradient in gradients])
-    steps = _steps(sizes, sizes if shapes is None else tuple(shapes))
-    chunks = list(gradients)
-    if steps:
-        pairs = zip(gradients, steps, strict=True)
-        chunks = [chunk for g, step in pairs for chunk in (torch.split(g, step) if step else (g,))]
+    steps = map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])
+    chunks = [
+        chunk
+        for gradient, step in zip(gradients, steps, strict=True)
+        for chunk in (torch.split(gradient, step) if gradient.shape[:1] > (step,) else (gradient,))
+    ]
     norms = list(torch._foreach_norm(chunks))
     if len({(each.dtype, each.device) for each in norms}) > 1:
         norms = [each.to(norms[0].device, torch.float64) for each in norms]
     return torch.stack(norms).double().square_().sum()
-
-
-@lru_cache(maxsize=8)
-def _steps(sizes: tuple[Sequence[int], ...], shapes: tuple[Sequence[int], ...]) -> list[int]:
-    """Return the rows of a chunk of each gradient, 0 for one that is not divided; nothing if none is."""
-    rows = [chunk_rows(shape) for shape in shapes]
-    steps = [step if size and size[0] > step else 0 for size, step in zip(sizes, rows, strict=True)]
-    return steps if any(steps) else []
 
 
 def norm(squared: Tensor) -> Tensor:

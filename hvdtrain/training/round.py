@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.rounds import Rounds
@@ -46,8 +45,4 @@ class Round:
     @property
     def stop(self) -> int:
         """The step to stop at."""
-        return self._planned_stop if self.ended_at is None else self.ended_at
-
-    @cached_property
-    def _planned_stop(self) -> int:
-        return stop_step(self.run.config.train, self.worker.horizon)
+        return stop_step(self.run.config.train, self.worker.horizon) if self.ended_at is None else self.ended_at

@@ -71,31 +71,29 @@ def detect_jump(before: Sequence[float], value: float, direction: Direction = "u
     return expected
 
 
-class Middle:
-    """The last `WINDOW` values of a series in their order, kept from step to step. `values`: the series so far."""
+class Series:
+    """The newest values of a series, `KEEP` at most; the last `WINDOW` of them also in their order."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:
-        self._ordered = sorted([*values][-WINDOW:])
-        self._measure()
+        self.values = list(values)
+        self._ordered = sorted(self.values[-WINDOW:])
 
-    def _measure(self) -> None:
-        self._median, self._margin = 0.0, math.inf
-        if (count := len(self._ordered)) >= _LEAST:
-            self._median = self._ordered[count // 2]
-            self._margin = _DEVIATIONS * _SMALLEST * abs(self._median)
-
-    def add(self, value: float, values: Sequence[float]) -> None:
-        """Add a value to the series `values`, before it is there."""
+    def add(self, value: float) -> None:
+        """Add a value."""
         if len(self._ordered) == WINDOW:
-            del self._ordered[bisect_left(self._ordered, values[-WINDOW])]
+            del self._ordered[bisect_left(self._ordered, self.values[-WINDOW])]
         insort(self._ordered, value)
-        self._measure()
+        self.values = [*self.values[1 - KEEP :], value]  # a new list: a snapshot may refer to the old one
 
-    def is_near(self, value: float) -> bool:
-        """Return whether a value is certainly no jump in any direction, as nearly always."""
-        if -self._margin <= value - self._median <= self._margin:
-            return True
-        return not _stands_out(self._ordered, self._median, value, _SMALLEST * abs(self._median))
+    def jump(self, value: float, direction: Direction = "up") -> float | None:
+        """Return what `detect_jump` does, at once where a value is near the median, as nearly always."""
+        if len(self._ordered) < _LEAST:
+            return None
+        median = self._ordered[len(self._ordered) // 2]
+        least = _SMALLEST * (median if median > 0 else -median)
+        if -_DEVIATIONS * least <= value - median <= _DEVIATIONS * least:
+            return None
+        return detect_jump(self.values, value, direction) if _stands_out(self._ordered, median, value, least) else None
 
 
 def _jumped(window: Sequence[float], value: float, direction: Direction) -> float | None:
@@ -159,10 +157,8 @@ class StepChecks:
     _replays: deque[int] = field(default_factory=lambda: deque(maxlen=_REPLAYS), init=False)
     _finding: Finding | None = field(default=None, init=False)
     _scale: tuple[float, int] = field(default=(0.0, 0), init=False)  # the loss scale, and steps at it
-    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=KEEP), init=False)
-    _middle_of_norms: Middle = field(default_factory=Middle, init=False)
-    _losses: Sequence[float] = field(default=(), init=False)  # those of the progress, with their middle
-    _middle_of_losses: Middle = field(default_factory=Middle, init=False)
+    _norms: Series = field(default_factory=Series, init=False)
+    _losses: Series = field(default_factory=Series, init=False)
     _rise: Rise = field(default_factory=Rise, init=False)
 
     def check(self, result: StepResult, progress: Progress) -> SpoiledSteps | None:
@@ -170,12 +166,10 @@ class StepChecks:
         if result.applied:
             scale, steps = self._scale
             self._scale = (result.scale, steps + 1 if result.scale == scale else 1)
-            near = self._middle_of_norms.is_near(result.grad_norm)
-            if not near and (usual := detect_jump(self._norms, result.grad_norm)) is not None:
+            if (usual := self._norms.jump(result.grad_norm)) is not None:
                 facts = {"grad_norm": result.grad_norm, "expected": usual, "positions": self._positions(progress)}
                 self._event("grad_norm_spike", progress, **facts)
-            self._middle_of_norms.add(result.grad_norm, self._norms)
-            self._norms.append(result.grad_norm)
+            self._norms.add(result.grad_norm)
             return self._check_loss(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
@@ -208,13 +202,12 @@ class StepChecks:
         return SpoiledSteps("non_finite", progress.step - row + 1, positions, self._error(result, progress))
 
     def _check_loss(self, loss: float, progress: Progress) -> SpoiledSteps | None:
-        if progress.losses is not self._losses:  # after a roll back, or at the start
-            self._middle_of_losses = Middle(progress.losses)
-        near = self._middle_of_losses.is_near(loss)
-        expected = None if near else detect_jump(progress.losses, loss)
+        if progress.losses is not self._losses.values:  # after a roll back, or at the start
+            self._losses = Series(progress.losses)
+        expected = self._losses.jump(loss)
         if expected is not None:
             self._jumped("loss_spike", "jumped", loss, expected, progress)
-        elif not near and (usual := detect_jump(progress.losses, loss, "down")) is not None:
+        elif (usual := self._losses.jump(loss, "down")) is not None:
             self._jumped("loss_drop", "fell", loss, usual, progress)
         if (rise := self._rise.add(progress.step, loss)) is not None:
             since, was, now = rise
@@ -223,9 +216,8 @@ class StepChecks:
                 f"the loss rises since step {since}: {now:.4g} in the last {WINDOW} steps, {was:.4g} then; lower"
                 " --optimizer.lr, or resume from a checkpoint of that time"
             )
-        self._middle_of_losses.add(loss, progress.losses)
-        # A new list: a snapshot may refer to the old one.
-        progress.losses = self._losses = [*progress.losses[1 - KEEP :], loss]
+        self._losses.add(loss)
+        progress.losses = self._losses.values
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
 
     def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:

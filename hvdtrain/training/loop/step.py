@@ -106,7 +106,7 @@ class Stepper:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
         for part in having["start"]:
             part.start()
-        unused = engine.unused()
+        unused = tuple(engine.unused())
         totals = self._totals(losses, weights, [*values, *count_users(unused, self.comm.size)])
         summed = self.comm.allreduce(totals, name="step/totals")
         with spans["wait"]:

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from types import FrameType
 from typing import Any, Protocol
 
@@ -93,10 +92,7 @@ class StepSums(Protocol):
         """Return this rank's integers for the next step; always equally many."""
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
-        """Act on the sums of step `step`, which are equal on all ranks. Collective: yes.
-
-        It may not be called where all integers of all parts are 0.
-        """
+        """Act on the sums of step `step`, equal on all ranks; not called if all parts have only 0. Collective: yes."""
 
 
 class CombinedSums:
@@ -110,7 +106,7 @@ class CombinedSums:
         """Return the integers of all parts."""
         parts = [member.values() for member in self._members]
         self._counts = [len(values) for values in parts]
-        return list(chain.from_iterable(parts))
+        return [value for values in parts for value in values]
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Give each part its sums. Collective: yes."""

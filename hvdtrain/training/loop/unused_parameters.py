@@ -13,14 +13,19 @@ _BITS = 52
 """Bits of a whole number that float64 holds exactly."""
 
 
-def count_users(unused: Sequence[bool], ranks: int) -> list[int]:
+@lru_cache(maxsize=8)
+def count_users(unused: tuple[bool, ...], ranks: int) -> list[int]:
     """Return whole numbers. Their sums over `ranks` ranks count the users of each parameter, several in one.
 
     Args:
         unused: for each parameter, whether this rank has not used it.
         ranks: the world size.
     """
-    return _count_users(tuple(unused), ranks) if unused else []
+    count, base = _in_one(ranks), ranks + 1
+    return [
+        sum(base**digit for digit, each in enumerate(unused[begin : begin + count]) if not each)
+        for begin in range(0, len(unused), count)
+    ]
 
 
 def used_by_nobody(sums: Sequence[int], unused: Sequence[bool], ranks: int) -> list[int]:
@@ -41,15 +46,6 @@ def begin_momentum(optimizer: Optimizer) -> None:
                 for parameter in group["params"]:
                     if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
                         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
-
-
-@lru_cache(maxsize=8)
-def _count_users(unused: tuple[bool, ...], ranks: int) -> list[int]:
-    count, base = _in_one(ranks), ranks + 1
-    return [
-        sum(base**digit for digit, each in enumerate(unused[begin : begin + count]) if not each)
-        for begin in range(0, len(unused), count)
-    ]
 
 
 def _in_one(ranks: int) -> int:
