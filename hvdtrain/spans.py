@@ -141,7 +141,7 @@ class Spans:
     def open(self) -> list[tuple[str, float]]:
         """Return the names of the open spans, outermost first, with the seconds since they began."""
         now, span, found = self.now(), self._innermost, list[tuple[str, float]]()
-        while span is not None:
+        while span is not None and len(found) < len(self._spans):  # another thread may change them meanwhile
             found.append((span.name, (now - span.start_ns) * 1e-9))
             span = span.outer
         return found[::-1]
