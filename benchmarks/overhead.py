@@ -1,7 +1,9 @@
 """What does the trainer cost over a hand-written loop with the same losses?
 
 One process of 1 thread; steps of about 1, 10 and 100 ms. Ours and the loop take turns, each first in half of them;
-their losses must be equal. The exchange of many small gradients is timed alone: its Python work.
+their losses must be equal. What the trainer adds to a step of a tiny model is also counted, as calls and operations of
+torch by cause, and timed by the CPU clock of the training thread: there both take turns of some steps within one run.
+The exchange of many small gradients is timed alone: its Python work.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,36 +22,15 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.config.parse import parse_object
-from hvdtrain.data.order import sample_indices
 from hvdtrain.exchange.buckets import assign_buckets
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.observe.past_journal import read_steps
-from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer
+from tests.support.step_costs import TINY, WARM_UP, Calls, Operations, by_hand, more_than_by_hand, options, task
 
-BATCH, WARM_UP = 8, 5
 LAYERS = {"1ms": (384, 4), "10ms": (1024, 7), "100ms": (1920, 18)}
 STEPS = {"1ms": 400, "10ms": 100, "100ms": 20}
-
-
-def task(width: int, depth: int) -> hvdtrain.Task:
-    """A stack of linear layers on random data."""
-    torch.manual_seed(0)
-    x = torch.randn(512, width)
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
-    data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
-    return hvdtrain.Task(nn.Sequential(*layers), lambda m, b: (((m(b[0]) - b[1]) ** 2).mean(1).sum(), len(b[0])), data)
-
-
-def options(steps: int, run: Path) -> dict[str, object]:
-    """What is trained, by both."""
-    return {
-        "run_dir": str(run),
-        # Clipped in every step, so that both scale: ours leaves gradients alone where there is nothing to do.
-        "train": {"steps": steps, "global_batch": BATCH, "micro_batch": BATCH, "clip": 1e-3},
-        "checkpoint": {"every": 0},
-        "optimizer": {"lr": 1e-4},  # low, so that rounding stays rounding
-    }
+TURN = 16
+PASSES = 4
 
 
 def ours(name: str, steps: int, folder: Path) -> tuple[float, list[float]]:
@@ -56,28 +38,63 @@ def ours(name: str, steps: int, folder: Path) -> tuple[float, list[float]]:
     hvdtrain.train(options(steps, folder), task(*LAYERS[name]))
     lines = list(read_steps(folder / "journal.jsonl").values())
     times = np.diff([line["time"] for line in lines])
-    return statistics.median(times[WARM_UP:]), [line["loss"] for line in lines]
+    return statistics.median(times[5:]), [line["loss"] for line in lines]
 
 
-def by_hand(name: str, steps: int) -> tuple[float, list[float]]:
-    """The same by a loop as anyone would write it."""
-    config = parse_object(options(steps, Path("unused")), None).config
-    made = task(*LAYERS[name])
-    model, optimizer = made.model, make_optimizer(made.model, config.optimizer)
-    lr_factor = lr_schedule(config.optimizer, steps)
-    order = sample_indices(np.arange(steps * BATCH), len(made.train_data), config.seed).reshape(steps, BATCH).tolist()
+def loop(name: str, steps: int) -> tuple[float, list[float]]:
+    """The same of the loop by hand."""
     losses, ends = [], []
-    for step, batch in enumerate(torch.utils.data.DataLoader(made.train_data, batch_sampler=order)):
-        for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.peak_lr * lr_factor(step)
-        optimizer.zero_grad()
-        loss, weight = made.loss(model, batch)
-        (loss / weight).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-        optimizer.step()
-        losses.append(loss.item() / weight)
+    for loss in by_hand(task(*LAYERS[name]), options(steps, Path("unused"))):
+        losses.append(loss)
         ends.append(time.time())
-    return statistics.median(np.diff(ends)[WARM_UP:]), losses
+    return statistics.median(np.diff(ends)[5:]), losses
+
+
+def more_us(folder: Path, passes: int, turns: int) -> tuple[list[float], list[float]]:
+    """Microseconds of CPU that a step of ours takes more than one by hand, and of that one.
+
+    Both take turns of some steps.
+    """
+    steps = WARM_UP + TURN * turns + 3
+    asked = options(steps, folder, passes)
+    made, hand = task(*TINY), by_hand(task(*TINY), {**asked, "run_dir": "unused"})
+    more, by_loop = list[float](), list[float]()
+    calls, began = 0, 0.0
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        nonlocal calls, began
+        step, first = divmod(calls, passes)
+        calls += 1
+        if not first and step >= WARM_UP and (step - WARM_UP) % TURN == 0:
+            middle = time.thread_time()
+            for _ in range(TURN):
+                next(hand, None)
+            end = time.thread_time()
+            more.append(1e6 * ((middle - began) - (end - middle)) / TURN)
+            by_loop.append(1e6 * (end - middle) / TURN)
+            began = time.thread_time()
+        return made.loss(model, batch)
+
+    hvdtrain.train(asked, replace(made, loss=loss))
+    return more[1:], by_loop[1:]
+
+
+def counts() -> list[Figure]:
+    """What the trainer does in a step more than the loop by hand; of each cause, for a reader."""
+    figures = []
+    for kind, make in (("operations", Operations), ("calls", Calls)):
+        found = []
+        for passes in (1, PASSES):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(more_than_by_hand(make, task(*TINY), task(*TINY), Path(folder), passes))
+        for (sort, cause), count in sorted(found[0].items(), key=lambda item: -abs(item[1])):
+            if abs(count) >= 1:
+                print(f"{count:>8.1f} {sort:<12} {cause}")
+        for sort in dict.fromkeys(sort for sort, _ in found[0]):
+            one, more = (sum(count for (each, _), count in of.items() if each == sort) for of in found)
+            figures.append(figure(f"overhead/{sort}", [one], f"{kind} a step"))
+            figures.append(figure(f"overhead/{sort}_a_pass", [(more - one) / (PASSES - 1)], f"{kind} a micro-batch"))
+    return figures
 
 
 def exchange(steps: int) -> tuple[list[float], list[float]]:
@@ -121,26 +138,29 @@ def measure(quick: bool) -> list[Figure]:
     torch.set_num_threads(1)
     inside, outside = exchange(100 if quick else 400)
     figures = [
+        *counts(),
         figure("overhead/exchange_in_backward_ms", inside, "ms"),
         figure("overhead/exchange_outside_ms", outside, "ms"),
     ]
+    for name, passes in (("us", 1), (f"us_of_{PASSES}_passes", PASSES)):
+        with tempfile.TemporaryDirectory() as folder:
+            more, by_loop = more_us(Path(folder), passes, 15 if quick else 60)
+        figures.append(figure(f"overhead/{name}", more, "us a step"))
+        figures.append(figure(f"overhead/{name}_by_hand", by_loop, "us a step"))
     for name in LAYERS:
-        by_hand(name, STEPS[name])  # the first in a size is slower, whichever it is
+        loop(name, STEPS[name])  # the first in a size is slower, whichever it is
         mine, theirs = [], []
         for number in range(4 if quick else 16):
             if number % 2:
-                theirs.append(by_hand(name, STEPS[name]))
+                theirs.append(loop(name, STEPS[name]))
             with tempfile.TemporaryDirectory() as folder:
                 mine.append(ours(name, STEPS[name], Path(folder)))
             if number % 2 == 0:
-                theirs.append(by_hand(name, STEPS[name]))
+                theirs.append(loop(name, STEPS[name]))
             np.testing.assert_allclose(mine[-1][1], theirs[-1][1], rtol=1e-5)
         mine, theirs = [seconds for seconds, _ in mine], [seconds for seconds, _ in theirs]
         figures.append(figure(f"overhead/{name}", ratios(mine, theirs), "ratio"))
         figures.append(figure(f"overhead/{name}_loop_ms", [1e3 * s for s in theirs], "ms"))
-        if name == "1ms":
-            extra = [1e6 * (a - b) for a, b in zip(mine, theirs, strict=True)]
-            figures.append(figure("overhead/us", extra, "us a step"))
     return figures
 
 

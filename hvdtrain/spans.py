@@ -79,13 +79,14 @@ class Spans:
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns, capacity: int = CAPACITY) -> None:
         self.step = 0  # the current optimizer step, counted from 1; the training loop sets it
         self.listeners: list[Listener] = []  # called for each span
+        self.listeners_to: dict[str, list[Listener]] = {}  # further ones, by the only spans that they are called for
         self.labels: dict[int, Mapping[str, Any]] = {}  # of a track that has one: a bucket's name and parameters
         self.sizes: dict[int, int] = {}  # of the newest steps: elements of the largest tensor of this rank's batches
         self.on_synchronized: Callable[[Any, bool], None] | None = None  # see `HostCopy`; set by a device's listener
         self.now = clock
         self._events: deque[RawEvent] = deque(maxlen=capacity)
         self._spans: dict[str, _Span] = {}
-        self._open: list[_Span] = []
+        self._innermost: _Span | None = None  # of the open ones
         self._touched = clock()
         self._collection_began = 0
 
@@ -101,8 +102,8 @@ class Spans:
 
         `tensor`: what is received, or like it. On a GPU the host does not wait, and backward has a thread of its own.
         """
-        waits = not tensor.is_cuda and self._open and self._open[-1].name in ("forward", "backward")
-        return self(ACTIVATIONS) if waits else nullcontext()
+        within = None if tensor.is_cuda or self._innermost is None else self._innermost.name
+        return self(ACTIVATIONS) if within in ("forward", "backward") else nullcontext()
 
     def record(self, name: str, start_ns: int, track: int = MAIN, end_ns: int | None = None, step: int = -1) -> None:
         """Record a span that was measured elsewhere, by `now`; by default it ends now. It counts in no sum."""
@@ -113,7 +114,7 @@ class Spans:
         """Add the size of a batch of the current step."""
         self.sizes[self.step] = self.sizes.get(self.step, 0) + elements
         if len(self.sizes) > SIZES:
-            del self.sizes[min(self.sizes)]
+            del self.sizes[next(iter(self.sizes))]
 
     def pop_seconds(self) -> dict[str, float]:
         """Return the seconds by name since the last call."""
@@ -139,8 +140,11 @@ class Spans:
 
     def open(self) -> list[tuple[str, float]]:
         """Return the names of the open spans, outermost first, with the seconds since they began."""
-        now = self.now()
-        return [(span.name, (now - span.start_ns) * 1e-9) for span in list(self._open)]
+        now, span, found = self.now(), self._innermost, list[tuple[str, float]]()
+        while span is not None and len(found) < len(self._spans):  # another thread may change them meanwhile
+            found.append((span.name, (now - span.start_ns) * 1e-9))
+            span = span.outer
+        return found[::-1]
 
     def touch(self) -> None:
         """Note that the training thread makes progress within a long span."""
@@ -182,32 +186,35 @@ def _since(first_step: int, newest_first: Iterable[RawEvent]) -> list[RawEvent]:
 class _Span:
     """One name of a recorder, reused for each span: creating an object would cost more than timing it."""
 
-    __slots__ = ("_recorder", "name", "start_ns", "total_ns")
+    __slots__ = ("_is_nested", "_own", "_recorder", "name", "outer", "start_ns", "total_ns")
 
     def __init__(self, recorder: Spans, name: str) -> None:
         self._recorder = recorder
+        self._is_nested = name in NESTED
+        self._own = recorder.listeners_to.setdefault(name, [])
         self.name = name
+        self.outer: _Span | None = None  # the span that this one is in, while it is open
         self.start_ns = 0
         self.total_ns = 0
 
     def __enter__(self) -> None:
         recorder = self._recorder
-        recorder._open.append(self)
-        if recorder.listeners:
-            for listener in recorder.listeners:
+        self.outer, recorder._innermost = recorder._innermost, self
+        if recorder.listeners or self._own:
+            for listener in (*recorder.listeners, *self._own):
                 listener.enter(self.name)
         self.start_ns = recorder._touched = recorder.now()
 
     def __exit__(self, *exception: object) -> None:
         recorder = self._recorder
         end = recorder._touched = recorder.now()
-        recorder._open.pop()
+        recorder._innermost = self.outer
         self.total_ns += end - self.start_ns
-        if self.name in NESTED and recorder._open:
-            recorder._open[-1].total_ns -= end - self.start_ns
+        if self._is_nested and self.outer is not None:
+            self.outer.total_ns -= end - self.start_ns
         recorder._events.append((self.name, MAIN, self.start_ns, end, recorder.step))
-        if recorder.listeners:
+        if recorder.listeners or self._own:
             # After a device error a listener fails too; that must not replace the first error.
             with suppress(Exception) if exception[0] is not None else nullcontext():
-                for listener in reversed(recorder.listeners):
+                for listener in reversed((*recorder.listeners, *self._own)):
                     listener.exit(self.name)

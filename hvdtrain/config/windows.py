@@ -19,7 +19,7 @@ class Window:
     last: int | None = None  # None means the run's last. If it is below `first`, the window is empty and false
 
     def __contains__(self, step: int) -> bool:
-        return self.first <= step and not self.is_over(step)
+        return self.first <= step and (self.last is None or step <= self.last)
 
     def __bool__(self) -> bool:
         return not self.is_over(self.first)

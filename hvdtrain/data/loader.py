@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,19 @@ _SAMPLE, _FORWARD = 1, 2
 """Offsets of the seed for the random state that makes samples, and for that of the forward pass."""
 
 _STEPS_AT_ONCE = 64  # steps to order at once: a numpy call costs about 10 us, a sample 0.1 us
+
+
+class StepShare(NamedTuple):
+    """What a rank draws in a step."""
+
+    batches: list[MicroBatch]
+    repeated: list[MicroBatch]  # of other ranks, with weight 0
+    end: int  # the position after the step
+
+    def later(self, samples: int) -> StepShare:
+        """Return the same some samples later."""
+        batches, repeated = ([MicroBatch(b.start + samples, b.stop + samples) for b in each] for each in self[:2])
+        return StepShare(batches, repeated, self.end + samples)
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,18 @@ class Stream:
         """Return the position after the step that starts at `position`."""
         return positions_without(position, self.global_batch, self.left_out)[-1][1]
 
+    def steps(self, position: int, count: int) -> Iterator[StepShare]:
+        """Yield the share of this rank in each of `count` steps from `position` on."""
+        hole_end = self.left_out[-1][1] if self.left_out else 0
+        begin, share = -1, StepShare([], [], position)
+        for _ in range(count):
+            if begin >= hole_end:  # each further step is like the one before
+                begin, share = share.end, share.later(self.global_batch)
+            else:
+                begin = share.end
+                share = StepShare(self.step(begin), self.repeated(begin), self.position_after(begin))
+            yield share
+
     def order(self) -> SampleOrder:
         """Return the order of the data set's samples."""
         return sample_order(self.dataset, training_samples(self.dataset), self.seed)
@@ -109,20 +135,18 @@ class Stream:
 
         In each step, the repeated ones come last.
         """
-        order = self.order()
-        for first in range(0, steps, _STEPS_AT_ONCE):
-            batches: list[MicroBatch] = []
-            for _ in range(first, min(first + _STEPS_AT_ONCE, steps)):
-                batches += [*self.step(position), *self.repeated(position)]
-                position = self.position_after(position)
+        order, shares = self.order(), self.steps(position, steps)
+        for _ in range(0, steps, _STEPS_AT_ONCE):
+            batches = [b for share in islice(shares, _STEPS_AT_ONCE) for b in (*share.batches, *share.repeated)]
             if not batches:
                 continue
+            seeds = mix_seed(self.seed + _SAMPLE, np.array([batch.start for batch in batches], np.uint64)).tolist()
             positions = np.concatenate([np.arange(b.start, b.stop, dtype=np.int64) for b in batches])
             indices = order.indices(positions).tolist()
             used = 0
-            for batch in batches:
+            for seed, batch in zip(seeds, batches, strict=True):
                 count = batch.stop - batch.start
-                yield [sample_seed(self.seed, batch), *indices[used : used + count]]
+                yield [seed, *indices[used : used + count]]
                 used += count
 
 

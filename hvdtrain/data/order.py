@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,9 +109,9 @@ def sample_indices(positions: NDArray[np.int64], length: int, seed: int) -> NDAr
     return indices
 
 
-def mix_seed(seed: int, value: int) -> int:
-    """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014)."""
-    return _splitmix(_splitmix(seed & _MASK) ^ (value & _MASK)) >> 1
+def mix_seed(seed: int, value: T) -> T:
+    """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014), for an int or an array of uint64."""
+    return cast("T", _splitmix(_splitmix(seed & _MASK) ^ (cast("Any", value) & _MASK)) >> 1)
 
 
 def _permute(offsets: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:

@@ -33,8 +33,11 @@ class OneRank(Sums, Residuals):
 
     def finish(self) -> list[Tensor]:
         """Add the residuals to the gradients."""
-        gradients = []
         self._delivered = []
+        gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
+        if not self._residuals.tensors and not [gradient for gradient in gradients if gradient.is_sparse]:
+            return gradients
+        gradients = []
         for name, parameter in self._parameters:
             if not parameter.requires_grad:
                 continue

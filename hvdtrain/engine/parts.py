@@ -43,7 +43,7 @@ class EngineParts:
 
         Errors: TaskError: one is from outside the model.
         """
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.parameters):
+        if sum([len(group["params"]) for group in self.optimizer.param_groups]) != len(self.parameters):
             self.parameters[:] = named_parameters(self.optimizer, self.model)
         return self.parameters
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from hvdtrain.plan.shards import chunk_rows
+
+_chunk_rows = lru_cache(maxsize=1 << 16)(chunk_rows)
 
 
 def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | None = None) -> Tensor:
@@ -18,11 +21,11 @@ def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | 
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    steps = map(chunk_rows, shapes or (gradient.shape for gradient in gradients))
+    steps = map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])
     chunks = [
         chunk
         for gradient, step in zip(gradients, steps, strict=True)
-        for chunk in (torch.split(gradient, step) if gradient.dim() and len(gradient) > step else (gradient,))
+        for chunk in (torch.split(gradient, step) if gradient.shape[:1] > (step,) else (gradient,))
     ]
     norms = list(torch._foreach_norm(chunks))
     if len({(each.dtype, each.device) for each in norms}) > 1:

@@ -22,12 +22,12 @@ CAUSES = ("cpu_wait_us", "steal_us", "gpu_clock_mhz", "gpu_temperature_c", "gpu_
 _EVERY_S = 2.0
 _TICK_S, _LATE_S, _MOST_OF_IT, _MOST_WAIT = 0.02, 0.05, 0.8, 0.5
 """A thread wakes each tick. If it is so late, the process was stopped, unless it computed or waited for a core then."""
-_ASIDE = ("evaluation", "checkpoint")
+ASIDE = ("evaluation", "checkpoint")
 """Spans that are no part of a step."""
 
 
 class HostLoad(Listener):
-    """Measures the causes for this rank. Constructed and read in the training thread, where it listens to spans.
+    """Measures the causes for this rank. Constructed and read in the training thread, where it listens to `ASIDE`.
 
     Figures of the host and the GPU (`gpu` returns those of `Monitor.device`) may take long to read, so a thread of its
     own reads them every two seconds.
@@ -48,22 +48,20 @@ class HostLoad(Listener):
 
     def read(self) -> list[float]:
         """Return `CAUSES` since the last call, NaN where unknown; waits only of steps. Takes some microseconds."""
-        self.enter(_ASIDE[0])
-        self.exit(_ASIDE[0])
+        self.enter(ASIDE[0])
+        self.exit(ASIDE[0])
         (since_us, since_s), self._lap = self._lap.tolist(), np.zeros(2)
         steal_share, *gpu = self._sampled
         stopped_us, self._stopped_before_us = self._stopped_us - self._stopped_before_us, self._stopped_us
         return [since_us, steal_share * since_s * 1e6, *gpu, stopped_us]
 
     def enter(self, name: str) -> None:
-        """Begin a span; what is no part of a step ends the lap."""
-        if name in _ASIDE:
-            self._lap += self._now() - self._began
+        """End the lap."""
+        self._lap += self._now() - self._began
 
     def exit(self, name: str) -> None:
-        """End a span."""
-        if name in _ASIDE:
-            self._began = self._now()
+        """Begin the next one."""
+        self._began = self._now()
 
     def _now(self) -> NDArray[np.float64]:
         return np.array([_delay_us(self._schedstat), time.monotonic()])

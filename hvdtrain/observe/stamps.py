@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,26 +79,26 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
 
     `events` are the spans of these `count` steps from `first` on, and of the step before.
     """
-    host = {step: [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for step in range(first, first + count)}
+    host = [[math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS) for _ in range(count)]
     device: dict[int, list[float]] = {}
     nested: list[tuple[int, int]] = []  # starts and durations of spans inside of one that has not ended
     for name, track, start_ns, end_ns, step in events:
         if track > DEVICE:
             continue
-        if name in _ASIDE:
-            if step + 1 in host:
-                host[step + 1][_AT["aside"]] += end_ns - start_ns
+        number = step + (name in _ASIDE) - first
+        if not 0 <= number < count:
             continue
-        row = host.get(step)
-        if row is None:
+        row = host[number]
+        if name in _ASIDE:
+            row[_AT["aside"]] += end_ns - start_ns
             continue
         if track == DEVICE:
-            row = device.setdefault(step, [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS))
+            row = device.setdefault(number, [math.nan] * len(MOMENTS) + [0.0] * len(DURATIONS))
         if name in _AT:
             row[_AT[name]] += end_ns - start_ns
             if name in NESTED:
                 nested.append((start_ns, end_ns - start_ns))
-            elif track != DEVICE and name in JOURNAL_KEYS:
+            elif nested and track != DEVICE and name in JOURNAL_KEYS:
                 row[_AT[name]] -= sum(duration for start, duration in nested if start >= start_ns)
                 nested = []
             if name == "backward":
@@ -108,14 +109,14 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
             row[_RECEIVED] = math.nan
         elif name == "step":
             row[_START], row[_END] = start_ns, end_ns
-    for step, row in device.items():
+    for number, row in device.items():
         for column, its in enumerate(row):
             if its and not math.isnan(its) and column not in (_SENT, _RECEIVED):
-                host[step][column] = its
-    for row in host.values():
+                host[number][column] = its
+    for row in host:
         if row[_SENT] != row[_SENT]:
             row[_SENT] = row[_START]
-    return [*host.values()]
+    return host
 
 
 class Block(NamedTuple):
@@ -135,8 +136,8 @@ def pack(
     `facts` are `FACTS`; `rows` are nanoseconds [BLOCK, columns], by `COLUMNS`, of the `count` steps from `first` on.
     `sizes` are the elements of batches by step. With `probe_clocks`, rank 0 requests a comparison of clocks.
     """
-    elements = (sizes.get(step, 0) for step in range(first, first + BLOCK))
-    values = [first, count, float(probe_clocks), *facts, *elements, *(value for row in rows for value in row)]
+    elements = [sizes.get(step, 0) for step in range(first, first + BLOCK)]
+    values = [first, count, float(probe_clocks), *facts, *elements, *chain.from_iterable(rows)]
     assert len(values) == _LENGTH, len(values)
     return torch.frombuffer(array("d", values), dtype=torch.float64).unsqueeze(0)
 

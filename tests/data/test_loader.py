@@ -81,16 +81,18 @@ def test_skipped_positions_are_skipped_at_any_world_size(
             left_out.append([begin, begin + length])
     free = (p for p in itertools.count(position) if not any(b <= p < e for b, e in left_out))
     ranks = [Stream(dataset, 3, global_batch, micro_batch, rank, size, left_out) for rank in range(size)]
-    keys = [stream.keys(position, 4) for stream in ranks]
+    keys, steps = [stream.keys(position, 4) for stream in ranks], [stream.steps(position, 4) for stream in ranks]
     for _ in range(4):
         wanted = list(itertools.islice(free, global_batch))
-        batches = [batch for stream in ranks for batch in stream.step(position)]
+        shares = [next(each) for each in steps]
+        assert [share.batches for share in shares] == [stream.step(position) for stream in ranks]
+        batches = [batch for share in shares for batch in share.batches]
         assert [p for batch in batches for p in range(batch.start, batch.stop)] == wanted
         pairs = zip(keys, ranks, strict=True)
         drawn = [i for key, stream in pairs for _ in stream.step(position) for i in next(key)[1:]]
         assert drawn == sample_order(dataset, 23, 3).indices(np.array(wanted)).tolist()
         position = ranks[0].position_after(position)
-        assert position == wanted[-1] + 1
+        assert {position, *(share.end for share in shares)} == {wanted[-1] + 1}
 
 
 def test_forward_seed_depends_on_seed_and_position() -> None:

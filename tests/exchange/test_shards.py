@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.compression.sizes import shard_bucket_bytes
+from hvdtrain.exchange import norms
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.plan import shards
 from hvdtrain.plan.buckets import assign
@@ -80,6 +81,7 @@ def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None
 def test_a_norm_has_the_same_bits_however_it_is_divided(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are those of the whole gradient."""
     monkeypatch.setattr(shards, "_MOST_CHUNKS", most)
+    monkeypatch.setattr(norms, "_chunk_rows", chunk_rows)
     for seed in range(5):
         gradient = torch.randn(5000, 300, generator=torch.Generator().manual_seed(seed))
         whole = norm(squared_norm([gradient, torch.ones(3)]))

@@ -24,7 +24,7 @@ from hvdtrain.runtime.host import cores_near, cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.training.diagnostics.experts import count_tokens
+from hvdtrain.training.diagnostics.experts import TokenCounter
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -180,9 +180,10 @@ def test_kernels_queued_later_do_not_change_a_snapshot() -> None:
 
 def test_tokens_of_experts_are_counted_without_a_wait() -> None:
     chosen = torch.tensor([[0, 3], [3, 9]], device="cuda")
+    counter = TokenCounter(4, chosen.device)
     with no_waiting():
-        counts = count_tokens(chosen.flatten(), 4)
-    assert counts.tolist() == [1, 0, 0, 2, 1]
+        counts = counter.add(counter.zeros(), chosen.flatten())
+    assert counts.tolist() == [0, 1, 0, 0, 2, 1]
 
 
 def test_a_step_waits_for_the_device_only_to_read_its_result() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hvdtrain.observe import host_load as module
 from hvdtrain.observe.host_load import CAUSES, HostLoad, steal_s, throttle_text
+from hvdtrain.spans import Spans
 
 
 def _system(root: Path, wait_ns: int = 0, steal: int = 0) -> None:
@@ -33,11 +34,13 @@ def test_a_lap_is_what_has_come_since_the_last(tmp_path: Path) -> None:
 
 def test_what_is_no_part_of_a_step_is_not_counted(tmp_path: Path) -> None:
     _system(tmp_path, wait_ns=5_000_000)
-    causes = HostLoad(dict, tmp_path)
-    for wait_us, event in ((5_100, causes.enter), (9_000, causes.exit), (9_020, None)):
-        _system(tmp_path, wait_ns=1000 * wait_us)
-        for name in ("evaluation", "step") if event else ():
-            event(name)
+    causes, spans = HostLoad(dict, tmp_path), Spans()
+    spans.listeners_to["evaluation"] = [causes]
+    outer, inner = spans("evaluation"), spans("forward")
+    _system(tmp_path, wait_ns=5_100_000)
+    with outer, inner:
+        _system(tmp_path, wait_ns=9_000_000)
+    _system(tmp_path, wait_ns=9_020_000)
     assert causes.read()[0] == 120
     causes.close()
 

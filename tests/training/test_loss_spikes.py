@@ -10,11 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.training.diagnostics.step_checks import KEEP, Direction, Rise, detect_jump
+from hvdtrain.training.diagnostics.step_checks import KEEP, Direction, Rise, Series, detect_jump
 
 
 def _told(losses: list[float], direction: Direction = "up") -> list[int]:
     found = [detect_jump(losses[max(0, t - KEEP) : t], loss, direction) for t, loss in enumerate(losses)]
+    series = Series()
+    for expected, loss in zip(found, losses, strict=True):
+        assert series.jump(loss, direction) == expected
+        series.add(loss)
+    assert vars(series) == vars(Series(series.values)), "kept as it would be made"
     return [t for t, expected in enumerate(found) if expected is not None]
 
 

@@ -117,6 +117,6 @@ def test_counts_over_any_number_of_ranks(ranks: int, data: st.DataObject) -> Non
     length = data.draw(st.integers(0, 60))
     several = [data.draw(st.lists(st.booleans(), min_size=length, max_size=length)) for _ in range(min(ranks, 3))]
     unused = several + [several[-1]] * (ranks - len(several))
-    sums = torch.tensor([count_users(each, ranks) for each in unused], dtype=torch.float64).sum(0).tolist()
+    sums = torch.tensor([count_users(tuple(each), ranks) for each in unused], dtype=torch.float64).sum(0).tolist()
     expected = [number for number in range(length) if all(each[number] for each in several)]
     assert used_by_nobody([round(each) for each in sums], unused[0], ranks) == expected

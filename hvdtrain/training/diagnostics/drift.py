@@ -50,7 +50,7 @@ class Drift:
 
     def values(self) -> list[int]:
         """Return this rank's hashes and their squares; zeros for those of others, and if no check is due."""
-        found = [0] * (2 + 2 * sum(map(share_count, self._divisions)))
+        found = [0] * (2 * len(self._ranks))
         step = self.state.progress.step
         is_first = step == 1 and bool(self._divisions)  # a plan that leaves out a parameter shows at once
         if self.comm.size == 1 or not self.every or (step % self.every and not is_first):

@@ -23,7 +23,8 @@ class Routers:
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         self._hooks: list[Any] = []
-        self._counts: dict[int, Tensor] = {}
+        self._counts: dict[int, list[Tensor]] = {}  # of each module, of its calls
+        self._counters: dict[int, TokenCounter] = {}  # by the number of experts
         self._shares: Tensor | None = None
 
     def begin(self) -> None:
@@ -37,9 +38,7 @@ class Routers:
         if not self._counts:
             return
         with torch.no_grad():
-            # Of the busiest expert; NaN if some indices were not experts.
-            counted = self._counts.values()
-            shares = torch.stack([torch.where(n[-1] == 0, n[:-1].max() / n.sum(), math.nan) for n in counted])
+            shares = torch.stack([_share_of_busiest(counts) for counts in self._counts.values()])
             self._shares = torch.empty_like(shares, device="cpu", pin_memory=shares.is_cuda)
             self._shares.copy_(shares, non_blocking=True)
         self._counts.clear()
@@ -64,25 +63,42 @@ class Routers:
         if found is None or not module.training:
             return
         chosen, experts = found
-        counts = count_tokens(chosen.flatten(), experts)
-        # A recomputation in backward must run no other operations than the forward pass.
-        total = self._counts.setdefault(id(module), torch.zeros_like(counts))
-        if len(total) != len(counts):  # differs between calls: not a router
-            total[-1] = math.nan
-        else:
-            total += counts
+        if experts not in self._counters:
+            self._counters[experts] = TokenCounter(experts, chosen.device)
+        counter = self._counters[experts]
+        self._counts.setdefault(id(module), []).append(counter.add(counter.zeros(), chosen.flatten()))
 
 
-@torch.no_grad()
-def count_tokens(chosen: Tensor, experts: int) -> Tensor:
-    """Return how often each expert was chosen, and last, how many indices are no expert: (..., `experts` + 1), float64.
+def _share_of_busiest(counts: list[Tensor]) -> Tensor:
+    """Return its share; NaN if some indices were not experts, or if calls have other numbers of them: no router."""
+    if len({len(each) for each in counts}) > 1:
+        return torch.full_like(counts[0][0], math.nan)
+    sums = torch.stack(counts).sum(0)
+    return torch.where(sums[0] + sums[-1] == 0, sums.max() / sums.sum(), math.nan)
 
-    It counts along the last dimension of `chosen`. `bincount` would make the host wait for the device.
+
+class TokenCounter:
+    """Counts how often each expert was chosen: (..., experts + 2), float64.
+
+    First come the negative indices, then the experts, last the larger indices, which otherwise would end training.
     """
-    where = chosen.long()
-    where = where.where((where >= 0) & (where < experts), experts)  # out of bounds would end training
-    counts = torch.zeros(*where.shape[:-1], experts + 1, dtype=torch.float64, device=where.device)
-    return counts.scatter_add_(-1, where, torch.ones_like(where, dtype=counts.dtype))
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self._bounds = torch.arange(experts + 1, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return counts of nothing."""
+        return self._one.new_zeros(*shape, len(self._bounds) + 1)
+
+    @torch.no_grad()
+    def add(self, counts: Tensor, chosen: Tensor) -> Tensor:
+        """Add the indices along the last dimension of `chosen` to `counts`; return these.
+
+        `bincount` would make the host wait for the device.
+        """
+        places = torch.bucketize(chosen.long(), self._bounds, right=True)
+        return counts.scatter_add_(-1, places, self._one.expand(places.shape))
 
 
 def chosen_experts(output: Any) -> tuple[Tensor, int] | None:

@@ -6,6 +6,7 @@ Change point libraries such as ruptures are not used: a step is judged when it e
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,31 @@ def detect_jump(before: Sequence[float], value: float, direction: Direction = "u
     return expected
 
 
+class Series:
+    """The newest values of a series, `KEEP` at most; the last `WINDOW` of them also in their order."""
+
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self.values = list(values)
+        self._ordered = sorted(self.values[-WINDOW:])
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        if len(self._ordered) == WINDOW:
+            del self._ordered[bisect_left(self._ordered, self.values[-WINDOW])]
+        insort(self._ordered, value)
+        self.values = [*self.values[1 - KEEP :], value]  # a new list: a snapshot may refer to the old one
+
+    def jump(self, value: float, direction: Direction = "up") -> float | None:
+        """Return what `detect_jump` does, at once where a value is near the median, as nearly always."""
+        if len(self._ordered) < _LEAST:
+            return None
+        median = self._ordered[len(self._ordered) // 2]
+        least = _SMALLEST * (median if median > 0 else -median)
+        if -_DEVIATIONS * least <= value - median <= _DEVIATIONS * least:
+            return None
+        return detect_jump(self.values, value, direction) if _stands_out(self._ordered, median, value, least) else None
+
+
 def _jumped(window: Sequence[float], value: float, direction: Direction) -> float | None:
     if len(window) < _LEAST:
         return None
@@ -90,7 +116,7 @@ def _stands_out(window: Sequence[float], median: float, value: float, least: flo
 
 def _deviation(values: Sequence[float], median: float) -> float:
     """Return the standard deviation, for a normal distribution, from the median absolute deviation."""
-    return 1.4826 * median_of(abs(x - median) for x in values)
+    return 1.4826 * median_of([x - median if x > median else median - x for x in values])
 
 
 @dataclass
@@ -131,7 +157,8 @@ class StepChecks:
     _replays: deque[int] = field(default_factory=lambda: deque(maxlen=_REPLAYS), init=False)
     _finding: Finding | None = field(default=None, init=False)
     _scale: tuple[float, int] = field(default=(0.0, 0), init=False)  # the loss scale, and steps at it
-    _norms: deque[float] = field(default_factory=lambda: deque(maxlen=KEEP), init=False)
+    _norms: Series = field(default_factory=Series, init=False)
+    _losses: Series = field(default_factory=Series, init=False)
     _rise: Rise = field(default_factory=Rise, init=False)
 
     def check(self, result: StepResult, progress: Progress) -> SpoiledSteps | None:
@@ -139,10 +166,10 @@ class StepChecks:
         if result.applied:
             scale, steps = self._scale
             self._scale = (result.scale, steps + 1 if result.scale == scale else 1)
-            if (usual := detect_jump(self._norms, result.grad_norm)) is not None:
+            if (usual := self._norms.jump(result.grad_norm)) is not None:
                 facts = {"grad_norm": result.grad_norm, "expected": usual, "positions": self._positions(progress)}
                 self._event("grad_norm_spike", progress, **facts)
-            self._norms.append(result.grad_norm)
+            self._norms.add(result.grad_norm)
             return self._check_loss(result.loss, progress)
         overflow = math.isfinite(result.loss) and self.stepper.precision.scaler.is_enabled()
         reason = _reason(result, overflow)
@@ -175,10 +202,12 @@ class StepChecks:
         return SpoiledSteps("non_finite", progress.step - row + 1, positions, self._error(result, progress))
 
     def _check_loss(self, loss: float, progress: Progress) -> SpoiledSteps | None:
-        expected = detect_jump(progress.losses, loss)
+        if progress.losses is not self._losses.values:  # after a roll back, or at the start
+            self._losses = Series(progress.losses)
+        expected = self._losses.jump(loss)
         if expected is not None:
             self._jumped("loss_spike", "jumped", loss, expected, progress)
-        elif (usual := detect_jump(progress.losses, loss, "down")) is not None:
+        elif (usual := self._losses.jump(loss, "down")) is not None:
             self._jumped("loss_drop", "fell", loss, usual, progress)
         if (rise := self._rise.add(progress.step, loss)) is not None:
             since, was, now = rise
@@ -187,7 +216,8 @@ class StepChecks:
                 f"the loss rises since step {since}: {now:.4g} in the last {WINDOW} steps, {was:.4g} then; lower"
                 " --optimizer.lr, or resume from a checkpoint of that time"
             )
-        progress.losses = [*progress.losses[1 - KEEP :], loss]  # a new list: a snapshot may refer to the old one
+        self._losses.add(loss)
+        progress.losses = self._losses.values
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
 
     def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:

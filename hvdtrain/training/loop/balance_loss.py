@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import on_stages
-from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens
+from hvdtrain.training.diagnostics.experts import TokenCounter, chosen_experts
 from hvdtrain.training.loop.router_loads import BIAS, routers_of
 from hvdtrain.training.loop.step_part import StepPart
 
@@ -87,7 +87,8 @@ class BalanceLoss(StepPart):
         scores_STE = logits_STE.sigmoid() if sigmoid else logits_STE.softmax(dim=-1)
         shares_SE = (scores_STE / scores_STE.sum(dim=-1, keepdim=True)).mean(dim=1)
         ids_SK = ids.view(self._sequences, -1)
-        counts_SE = count_tokens(ids_SK, experts)[:, :experts].to(shares_SE.dtype)
+        counter = TokenCounter(experts, ids_SK.device)
+        counts_SE = counter.add(counter.zeros(len(ids_SK)), ids_SK)[:, 1:-1].to(shares_SE.dtype)
         frequencies_SE = counts_SE * (experts / ids_SK.shape[1])
         return logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
 

@@ -12,7 +12,7 @@ import orjson
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.data.loader import HostBatch, Stream, seed_forward, train_batches
+from hvdtrain.data.loader import HostBatch, StepShare, Stream, seed_forward, train_batches
 from hvdtrain.data.order import MicroBatch
 from hvdtrain.state.ledger import Ledger, StartHeader, next_start
 from hvdtrain.state.train_state import Progress
@@ -31,6 +31,7 @@ class Feed:
     ledger: Ledger
     records: bool = True
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
+    _shares: Iterator[StepShare] = field(default_factory=lambda: iter(()), init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
         """Draw from `progress` to step `stop`: a new start in the ledger. `why`: see `begin_start`. Collective: yes."""
@@ -38,15 +39,12 @@ class Feed:
         begin_start(self.ledger, self.current.comm, self.stream, progress, why)
         worker, loader, steps = self.current.worker, self.current.run.config.loader, stop - progress.step
         collate, on_cuda = worker.task.collate, worker.device.type == "cuda"
+        self._shares = self.stream.steps(progress.position, steps)
         self._batches = train_batches(self.stream, progress.position, steps, loader, collate, on_cuda=on_cuda)
 
-    def micro_batches(self, position: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of the step that begins at `position`."""
-        return self.stream.step(position)
-
-    def repeated(self, position: int) -> list[MicroBatch]:
-        """Return the micro-batches of other ranks that this rank repeats, with weight 0."""
-        return self.stream.repeated(position)
+    def next_share(self) -> StepShare:
+        """Return this rank's share of the next step, for `draw`; not of workers that train apart."""
+        return next(self._shares)
 
     def draw(
         self, mine: list[MicroBatch], step: int, repeated: Sequence[MicroBatch] = ()

@@ -101,17 +101,16 @@ def checked_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tens
     result: Any = task.loss(model, batch)
     if isinstance(result, tuple) and len(result) == 2:
         loss, weight = result
-        if isinstance(weight, Real):  # also numpy's numbers, which the journal cannot hold
-            weight = float(weight)
-        scalar_weight = isinstance(weight, float) or (isinstance(weight, Tensor) and weight.numel() == 1)
-        on_host = isinstance(weight, float) or (scalar_weight and not weight.is_cuda)
-        if on_host and not 0 <= float(weight) < math.inf:  # on a GPU, the sum over the global batch is checked
-            raise TaskError(
-                "the task's loss function returned an invalid weight",
-                expected="the number of samples or tokens in the sum: finite, >= 0",
-                found=str(float(weight)),
-            )
-        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and scalar_weight:
+        is_number = _is_number(weight)
+        if is_number and not getattr(weight, "is_cuda", False):  # on a GPU, the sum over the global batch is checked
+            weight = float(weight)  # also numpy's numbers, which the journal cannot hold
+            if not 0 <= weight < math.inf:
+                raise TaskError(
+                    "the task's loss function returned an invalid weight",
+                    expected="the number of samples or tokens in the sum: finite, >= 0",
+                    found=str(weight),
+                )
+        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and is_number:
             return loss, weight
     raise TaskError(
         "the task's loss function returned an invalid value",
@@ -148,7 +147,7 @@ def checked_metrics(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    return isinstance(value, (int, float, Real)) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def describe(value: Any) -> str:
@@ -167,7 +166,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     stay as they are.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if type(batch) in (tuple, list):
+        return type(batch)([to_device(value, device) for value in batch])
     if callable(getattr(batch, "to", None)) and not isinstance(batch, UserDict):
         return batch.to(device)
     if isinstance(batch, Mapping):
@@ -177,10 +178,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved: Any = copy.copy(batch)
         moved.update(on_device)
         return moved
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
+        values = [to_device(value, device) for value in batch]
+        return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
 
 
@@ -188,5 +188,5 @@ def batch_size(batch: Any) -> int:
     """Return the elements of the largest tensor of a batch, such as its tokens with padding; 0 without tensors."""
     if isinstance(batch, Tensor):
         return batch.numel()
-    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    values = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, Mapping) else ()
     return max(map(batch_size, values), default=0)

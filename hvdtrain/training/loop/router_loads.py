@@ -7,8 +7,7 @@ DeepSeek-V3. transformers has the bias (`e_score_correction_bias`), and never ch
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.state.divided import whole_shape
-from hvdtrain.training.diagnostics.experts import chosen_experts, count_tokens, find_routers
+from hvdtrain.training.diagnostics.experts import TokenCounter, chosen_experts, find_routers
 from hvdtrain.training.loop.step_part import StepPart
 
 BIAS = "e_score_correction_bias"
@@ -52,9 +51,14 @@ class RouterLoads(StepPart):
         self._routers, self._comm, self._rate, self._event, self._counts = routers, comm, rate, event, counts
         self._is_counting = False
         self._chosen: dict[str, list[Tensor]] = {name: [] for name in routers}
-        self._loads: dict[str, Tensor] = {}
+        self._alike: dict[int, list[str]] = {}  # by the number of experts
+        for name, router in routers.items():
+            weight: Any = router.weight
+            self._alike.setdefault(whole_shape(weight)[0], []).append(name)
+        self._numbers = torch.zeros(sum(len(names) * (size + 2) for size, names in self._alike.items())).double()
+        self._tables: list[tuple[TokenCounter, list[str], Tensor]] = []  # of routers alike, with their part of these
         self._handle: Handle | None = None
-        self._shown: tuple[int, dict[str, int], HostCopy] | None = None
+        self._shown: tuple[int, HostCopy] | None = None
         self._hooks = [
             router.register_forward_hook(lambda _, inputs, output, name=name: self._on_forward(name, output))
             for name, router in routers.items()
@@ -62,8 +66,19 @@ class RouterLoads(StepPart):
 
     def begin(self, count: int) -> None:
         """Start a step."""
-        self._loads.clear()
+        if not self._tables:
+            device = next(parameter.device for router in self._routers.values() for parameter in router.parameters())
+            self._numbers = self._numbers.to(device)
+            tables = zip(self._alike.items(), self._divided(self._numbers), strict=True)
+            self._tables = [(TokenCounter(size, device), names, counts) for (size, names), counts in tables]
+        self._numbers.zero_()
         self._chosen = {name: [] for name in self._routers}
+
+    def _divided(self, numbers: Tensor) -> list[Tensor]:
+        """Return the counts of routers alike, (L, experts + 2), as parts of all."""
+        sizes = [(len(names), size + 2) for size, names in self._alike.items()]
+        parts = torch.split(numbers, [rows * columns for rows, columns in sizes])
+        return [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
 
     @contextmanager
     def around_forward(self, batch: Any) -> Iterator[None]:
@@ -77,72 +92,62 @@ class RouterLoads(StepPart):
 
     def _count(self) -> None:
         """Add a pass. Layers are counted together: on a GPU, starting an operation takes longer than the operation."""
-        alike: defaultdict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
-        for name, parts in self._chosen.items():
-            if parts:
-                ids = torch.cat(parts) if len(parts) > 1 else parts[0]
-                alike[_experts(self._routers[name]), len(ids)][name] = ids
-                parts.clear()
-        for (experts, _), layers in alike.items():
-            loads = count_tokens(torch.stack([*layers.values()]), experts)[:, :experts]
-            for name, load in zip(layers, loads, strict=True):
-                self._loads[name] = self._loads[name] + load if name in self._loads else load
+        for counter, names, counts in self._tables:
+            parts = [self._chosen[name] for name in names]
+            if [len(part) for part in parts] == [1] * len(parts) and len({part[0].shape for part in parts}) == 1:
+                counter.add(counts, torch.stack([part[0] for part in parts]).flatten(1))
+            else:
+                for row, ids in ((row, ids) for row, part in zip(counts, parts, strict=True) for ids in part):
+                    counter.add(row, ids.flatten())
+            for part in parts:
+                part.clear()
 
     def _on_forward(self, name: str, output: Any) -> None:
         if self._is_counting and (found := chosen_experts(output)) is not None:
-            self._chosen[name].append(found[0].flatten())
+            self._chosen[name].append(found[0])
 
     def start(self) -> None:
         """Begin to sum the loads over ranks. Collective: yes."""
-        device = next(parameter.device for router in self._routers.values() for parameter in router.parameters())
-        sizes = {name: _experts(router) for name, router in self._routers.items()}
-        parts = [self._loads.get(name, torch.zeros(size, device=device).double()) for name, size in sizes.items()]
-        self._handle = self._comm.allreduce(torch.cat(parts), name="experts/loads")
+        self._handle = self._comm.allreduce(self._numbers, name="experts/loads")
 
     def finish(self, step: int, *, applied: bool) -> None:
         """Wait for the sums; change the biases if the step was applied. Collective: yes."""
         assert self._handle is not None
-        sums = self._handle.wait()
+        self._handle.wait()
         self._show()
-        sizes = {name: _experts(router) for name, router in self._routers.items()}
         if applied and self._rate:
-            self._change_biases(torch.split(sums, [*sizes.values()]))
+            self._change_biases()
         if step % EVERY == 0 and self._comm.rank == 0:
-            self._shown = step, sizes, HostCopy(sums.clone())
+            self._shown = step, HostCopy(self._numbers.clone())
 
-    def _change_biases(self, loads: Sequence[Tensor]) -> None:
+    def _change_biases(self) -> None:
         """Change the biases of all routers with as many experts in few operations: a GPU waits for their start."""
-        alike: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        for router, load in zip(self._routers.values(), loads, strict=True):
-            if (bias := router._buffers.get(BIAS)) is not None:
-                alike[len(load)].append((bias, load))
-        for found in alike.values():
-            biases, loads_LE = [bias for bias, _ in found], torch.stack([load for _, load in found])
-            signs_LE = torch.sign(loads_LE.mean(dim=1, keepdim=True) - loads_LE)
-            torch._foreach_add_(biases, [*signs_LE.to(biases[0])], alpha=self._rate)
+        for _, names, counts in self._tables:
+            found = [(row, self._routers[name]._buffers.get(BIAS)) for row, name in enumerate(names)]
+            biases = {row: bias for row, bias in found if bias is not None}
+            if not biases:
+                continue
+            loads_LE = counts[:, 1:-1]
+            signs_LE = torch.sign(loads_LE.mean(dim=1, keepdim=True) - loads_LE).to(next(iter(biases.values())))
+            rows = signs_LE.unbind()
+            torch._foreach_add_([*biases.values()], [rows[row] for row in biases], alpha=self._rate)
 
     def _show(self) -> None:
         """Record the loads of an earlier step: by now they are on the host."""
         if self._shown is None:
             return
-        (step, sizes, copy), self._shown = self._shown, None
-        numbers = copy.tolist()
-        layers = {}
-        for name, size in sizes.items():
-            loads, numbers = numbers[:size], numbers[size:]
-            busiest = max(loads) * len(loads) / sum(loads) if sum(loads) else math.nan  # over the mean
-            layers[name] = {"tokens": sum(loads), "busiest": busiest, "entropy": _entropy(loads)}
-        self._event({"event": "experts", "at_step": step, "layers": layers})
+        (step, copy), self._shown = self._shown, None
+        layers, tables = {}, self._divided(torch.tensor(copy.tolist(), dtype=torch.float64))
+        for names, counts in zip(self._alike.values(), tables, strict=True):
+            for name, loads in zip(names, counts[:, 1:-1].tolist(), strict=True):
+                busiest = max(loads) * len(loads) / sum(loads) if sum(loads) else math.nan  # over the mean
+                layers[name] = {"tokens": sum(loads), "busiest": busiest, "entropy": _entropy(loads)}
+        self._event({"event": "experts", "at_step": step, "layers": {name: layers[name] for name in self._routers}})
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-def _experts(router: nn.Module) -> int:
-    weight: Any = router.weight
-    return whole_shape(weight)[0]
 
 
 def _entropy(loads: list[float]) -> float:

@@ -207,8 +207,8 @@ class Saving:
 
     def _is_last_or_multiple(self, every: int) -> bool:
         step = self._state.progress.step
-        covered = self.stepper.engine.covered(step)
-        return step == self.current.stop or (bool(every) and any(each % every == 0 for each in covered))
+        is_multiple = bool(every) and any(each % every == 0 for each in self.stepper.engine.covered(step))
+        return is_multiple or step == self.current.stop
 
     def _is_stopped(self, error: CheckpointError, wait_s: float, requests: Callable[[], list[int]]) -> bool:
         """Wait `wait_s` seconds, or until a signal asks any rank to stop; return whether one did. Collective: yes."""

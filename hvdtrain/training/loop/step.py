@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
-from hvdtrain.spans import Spans
+from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.step_part import StepPart
@@ -48,7 +49,10 @@ class Stepper:
     by_device: bool = False
 
     def __post_init__(self) -> None:
-        """Make the update."""
+        """Make the update; find out which parts have which methods, as most have few."""
+        self._spans = {name: self.spans(name) for name in JOURNAL_KEYS}
+        own = {name: getattr(StepPart, name) for name in ("around_forward", "extra_loss", "start", "wait", "finish")}
+        self._having = {n: [p for p in self.parts if getattr(type(p), n) is not default] for n, default in own.items()}
         self.nominal = self.global_batch * float(self.task.nominal_weight)
         self._update = Update(
             self.engine,
@@ -92,45 +96,46 @@ class Stepper:
     def _run(
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int
     ) -> StepResult:
-        engine, spans, parts = self.engine, self.spans, self.parts
+        engine, spans, having = self.engine, self._spans, self._having
         engine.begin(count + extra)
-        spans.sizes.pop(spans.step, None)  # of a step that is repeated
-        for part in parts:
+        self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
+        for part in self.parts:
             part.begin(count)
         losses, weights = self._passes(batches, count)
         if not count:
             self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
-        for part in parts:
+        for part in having["start"]:
             part.start()
-        unused = engine.unused()
+        unused = tuple(engine.unused())
         totals = self._totals(losses, weights, [*values, *count_users(unused, self.comm.size)])
         summed = self.comm.allreduce(totals, name="step/totals")
-        with spans("wait"):
+        with spans["wait"]:
             gradients = engine.finish()
             summed.wait()
-            for part in parts:
+            for part in having["wait"]:
                 part.wait()
-        with spans("clip"):
+        with spans["clip"]:
             self._update.decide(gradients, totals, unused, len(values))
             del gradients  # an engine may free them before it gathers parameters
-        with spans("optimizer"):
+        with spans["optimizer"]:
             result = self._update.apply()
             engine.commit(applied=result.applied)
-            for part in parts:
-                part.finish(spans.step, applied=result.applied)
+            for part in having["finish"]:
+                part.finish(self.spans.step, applied=result.applied)
             if result.next_scale != result.scale:
                 engine.rescale(result.next_scale / result.scale)
-        return replace(result, sums=result.sums[: len(values)])
+        return result
 
     def _passes(
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int
-    ) -> tuple[list[Tensor], list[Tensor | float]]:
+    ) -> tuple[list[Tensor | float], list[Tensor | float]]:
         """Run the passes; return the losses and the weights of this rank's micro-batches, if they count."""
-        losses: list[Tensor] = []
+        spans, around_forward, extra_loss = self._spans, self._having["around_forward"], self._having["extra_loss"]
+        losses: list[Tensor | float] = []
         weights: list[Tensor | float] = []
 
         def forward(number: int, seed: Callable[[], None], batch: Any) -> Callable[[], None]:
-            with self.spans("copy"):
+            with spans["copy"]:
                 batch = to_device(batch, self.device)
             seed()
             call = partial(checked_loss, self.task, self.model, batch)
@@ -138,17 +143,19 @@ class Stepper:
                 if number == count:
                     for part in self.parts:
                         passes.enter_context(part.around_repeated())  # until all backward passes have ended
-                with self.spans("forward"), self.precision.autocast():
+                with spans["forward"], self.precision.autocast():
                     loss, _ = self.engine.forward(call)
                 return partial(self._backward, loss * 0.0)
             self.spans.add_size(batch_size(batch) // self.sharing)
-            with self.spans("forward"), self.precision.autocast(), ExitStack() as around:
-                for part in self.parts:
-                    around.enter_context(part.around_forward(batch))
+            contexts = [context for part in around_forward if (context := part.around_forward(batch)) is not None]
+            with spans["forward"], self.precision.autocast(), ExitStack() if contexts else nullcontext() as around:
+                if around is not None:
+                    for context in contexts:
+                        around.enter_context(context)
                 loss, weight = self.engine.forward(call)
-                extras = [extra for part in self.parts if (extra := part.extra_loss()) is not None]
+                extras = [extra for part in extra_loss if (extra := part.extra_loss()) is not None]
             if self.counts:
-                losses.append(loss.detach())
+                losses.append(loss.item() if self.device.type == "cpu" else loss.detach())
                 weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
             whole = sum(extras, loss)
             return partial(self._backward, self.precision.scaler.scale(whole / self.nominal))
@@ -160,16 +167,18 @@ class Stepper:
         return losses, weights
 
     def _backward(self, loss: Tensor) -> None:
-        with self.spans("backward"):
+        with self._spans["backward"]:
             self.engine.backward(loss)
 
-    def _totals(self, losses: list[Tensor], weights: list[Tensor | float], values: list[int]) -> Tensor:
+    def _totals(self, losses: list[Tensor | float], weights: list[Tensor | float], values: list[int]) -> Tensor:
         """Return this rank's sum of losses, sum of weights, and `values`: float64, on the device."""
         if self.device.type == "cpu":
-            return torch.tensor([sum(map(float, losses)), sum(map(float, weights)), *values], dtype=torch.float64)
+            return torch.frombuffer(array("d", [sum(losses), sum(weights), *values]), dtype=torch.float64)
         # The host does not wait for the device: its numbers are copied there.
-        totals = torch.tensor([0.0, 0.0, *values], dtype=torch.float64).to(self.device, non_blocking=True)
-        for loss, weight in zip(losses, weights, strict=True):
-            totals[0] += loss
-            totals[1] += weight
+        columns = [[part for part in parts if isinstance(part, Tensor)] for parts in (losses, weights)]
+        on_host = [sum(part for part in parts if not isinstance(part, Tensor)) for parts in (losses, weights)]
+        totals = torch.tensor([*on_host, *values], dtype=torch.float64).to(self.device, non_blocking=True)
+        for total, parts in zip(totals[:2], columns, strict=True):
+            if parts:
+                total += torch.stack(parts).sum(dtype=torch.float64)
         return totals

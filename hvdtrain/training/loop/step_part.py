@@ -26,9 +26,9 @@ class StepPart:
     def begin(self, count: int) -> None:
         """Start a step; this rank has `count` micro-batches."""
 
-    def around_forward(self, batch: Any) -> AbstractContextManager[object]:
-        """Return the context of the forward pass of a micro-batch on the device; not of its recomputation."""
-        return nullcontext()
+    def around_forward(self, batch: Any) -> AbstractContextManager[object] | None:
+        """Return the context of the forward pass of a micro-batch on the device, if any; not of its recomputation."""
+        return None
 
     def extra_loss(self) -> Tensor | None:
         """Return what the forward pass adds to its loss, a scalar; the loss in results is without it."""

@@ -92,7 +92,7 @@ class StepSums(Protocol):
         """Return this rank's integers for the next step; always equally many."""
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
-        """Act on the sums of step `step`, which are equal on all ranks. Collective: yes."""
+        """Act on the sums of step `step`, equal on all ranks; not called if all parts have only 0. Collective: yes."""
 
 
 class CombinedSums:
@@ -110,6 +110,8 @@ class CombinedSums:
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Give each part its sums. Collective: yes."""
+        if not any(sums):  # as nearly always
+            return
         rest = list(sums)
         for member, count in zip(self._members, self._counts, strict=True):
             own, rest = rest[:count], rest[count:]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,12 +34,14 @@ class TimedStep:
     step: int
     lr: float
     start_ns: int
+    end_position: int  # of the stream, after the step
     end_ns: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)  # by the name of the span
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by the name of the span
 
     def end(self, spans: Spans) -> None:
         """Note that it is over, unless more work of this step follows; then call it again."""
-        self.seconds.update(spans.pop_seconds())
+        before, found = self.seconds, spans.pop_seconds()
+        self.seconds = {**before, **{name: s + before.get(name, 0.0) for name, s in found.items()}} if before else found
         self.end_ns = spans.now()
 
     def record(self, spans: Spans) -> None:
@@ -207,9 +208,9 @@ class Trainer:
             yield from self._steps_apart(self.apart, values)
             return
         progress = self._state.progress
-        timed = self._begin_step(progress.step + 1)
-        mine = self.feed.micro_batches(progress.position)
-        repeated = self.feed.repeated(progress.position)
+        share = self.feed.next_share()
+        mine, repeated = share.batches, share.repeated
+        timed = self._begin_step(progress.step + 1, share.end)
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
         result = self.stepper.run(parts, len(mine), values, len(repeated))
         timed.end(self.stepper.spans)
@@ -227,12 +228,12 @@ class Trainer:
             if all_timed:
                 all_timed[-1].record(spans)
             step += 1
-            timed = self._begin_step(step)
             by_worker = self.feed.stream.by_worker(position)
+            position = self.feed.stream.position_after(position)
+            timed = self._begin_step(step, position)
             mine = [batch for batches in by_worker for batch in batches]
             parts = self.current.rounds.guard_parts(self.feed.draw(mine, step))
             apart.step(parts, [len(batches) for batches in by_worker])
-            position = self.feed.stream.position_after(position)
             timed.end(spans)
             all_timed.append(timed)
         results, outer = apart.agree(step, values)
@@ -244,20 +245,20 @@ class Trainer:
         for facts in outer:
             self.current.recorder.event({"event": "outer_step", **asdict(facts), "drift": facts.drift})
 
-    def _begin_step(self, step: int) -> TimedStep:
+    def _begin_step(self, step: int, end_position: int) -> TimedStep:
         spans = self.stepper.spans
         self.current.recorder.begin_step(step)
         spans.step = step
         start_ns = spans.now()
         lr_factor = self._lr_factor(step - 1)
         self._set_lr(lr_factor)
-        return TimedStep(step, self._worker.base_lrs[0] * lr_factor, start_ns)
+        return TimedStep(step, self._worker.base_lrs[0] * lr_factor, start_ns, end_position)
 
     def _advance(self, result: StepResult, timed: TimedStep) -> None:
         """Count a step, and record it."""
         progress = self._state.progress
         progress.step += 1
-        progress.position = self.feed.stream.position_after(progress.position)
+        progress.position = timed.end_position
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
         progress.lr = timed.lr

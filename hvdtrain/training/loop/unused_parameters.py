@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +13,8 @@ _BITS = 52
 """Bits of a whole number that float64 holds exactly."""
 
 
-def count_users(unused: Sequence[bool], ranks: int) -> list[int]:
+@lru_cache(maxsize=8)
+def count_users(unused: tuple[bool, ...], ranks: int) -> list[int]:
     """Return whole numbers. Their sums over `ranks` ranks count the users of each parameter, several in one.
 
     Args:

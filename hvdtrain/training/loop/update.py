@@ -44,13 +44,16 @@ class Update:
     clip: float  # largest norm of the gradient; 0 for no limit
     by_device: bool  # see `Stepper`
     on_synchronized: Callable[[Any, bool], None] | None  # as of `HostCopy`
-    _numbers: Tensor = field(init=False)
+    _numbers: Tensor | list[float] = field(init=False)
     _copy: HostCopy = field(init=False)
+    _count: int = field(default=0, init=False)  # of the caller's integers
+    _users: list[int] = field(default_factory=list, init=False)  # the sums of `count_users`
     _result: StepResult | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Start without parameters that the host has decided to update."""
         self._updated: set[Tensor] = set()
+        self._notes_updated = self.by_device or isinstance(self.engine.optimizer, torch.optim.SGD)
         self._no_scales = torch.ones(2, dtype=torch.float64, device=self.device)
 
     def decide(self, gradients: list[Tensor], totals: Tensor, unused: Sequence[bool], count: int) -> None:
@@ -62,9 +65,9 @@ class Update:
             unused: as of `Engine.unused`.
             count: number of the caller's integers.
         """
-        self._numbers = self._read(gradients, totals)
-        # Before the update of the parameters, so that it does not wait for it.
-        self._copy = HostCopy(self._numbers, self.on_synchronized)
+        self._numbers, self._count = self._read(gradients, totals), count
+        if isinstance(self._numbers, Tensor):  # before the update of the parameters, so that it does not wait for it
+            self._copy = HostCopy(self._numbers, self.on_synchronized)
         updates_first = self.by_device and not any(unused) and self._with_gradient() <= self._updated
         self._result = None if updates_first else self._decided()
         if self._result is None or not self._result.applied:
@@ -72,14 +75,14 @@ class Update:
         if not self.by_device:
             self._scale(gradients, self._result)
         if any(unused):
-            self.engine.leave_out(used_by_nobody(self._result.sums[count:], unused, self.ranks))
+            self.engine.leave_out(used_by_nobody(self._users, unused, self.ranks))
 
     def apply(self) -> StepResult:
         """Update the parameters, unless the step is skipped; return its result."""
         if self._result is None or self._result.applied:
-            if self._result is not None and not (updated := self._with_gradient()) <= self._updated:
+            if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
                 begin_momentum(self.engine.optimizer)
-                self._updated |= updated
+                self._updated |= new
             self._step()
         return self._result or self._decided()
 
@@ -87,15 +90,19 @@ class Update:
         """Return the parameters of the optimizer that it updates now."""
         return {p for group in self.engine.optimizer.param_groups for p in group["params"] if p.grad is not None}
 
-    def _read(self, gradients: list[Tensor], totals: Tensor) -> Tensor:
+    def _read(self, gradients: list[Tensor], totals: Tensor) -> Tensor | list[float]:
         """Unscale the gradients; return all that decides on the step: `_COUNT` numbers, then the summed integers.
 
         They are the loss scales of this and the next step, the norm of the gradients, the sums of losses and weights.
+        Where all are on the host, they are read at once.
         """
         scaler = self.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.engine.optimizer)
-        norm = self.engine.norm(gradients).detach().to(self.device)
+        norm = self.engine.norm(gradients)
+        if self.device.type == "cpu" and not self.by_device and not scaler.is_enabled():
+            return [1.0, 1.0, norm.item(), *totals.tolist()]
+        norm = norm.detach().to(self.device)
         scales = [self._no_scales]
         if scaler.is_enabled():
             one = torch.ones(1, device=self.device)
@@ -109,12 +116,14 @@ class Update:
 
     def _decided(self) -> StepResult:
         """Return the result of the step, on the host."""
-        numbers = self._copy.tolist()
+        numbers = self._copy.tolist() if isinstance(self._numbers, Tensor) else self._numbers
         scale, next_scale, norm, loss_sum, weight = numbers[:_COUNT]
         loss = loss_sum / weight if weight > 0 else math.nan
         grad_norm = norm * (self.nominal / weight) if weight > 0 else math.nan
         applied = math.isfinite(grad_norm) and math.isfinite(loss)
-        return StepResult(loss, weight, grad_norm, applied, [round(n) for n in numbers[_COUNT:]], scale, next_scale)
+        sums = [*map(round, numbers[_COUNT:])]
+        self._users = sums[self._count :]
+        return StepResult(loss, weight, grad_norm, applied, sums[: self._count], scale, next_scale)
 
     def _scale(self, gradients: list[Tensor], result: StepResult) -> None:
         """Scale gradients to those of the mean over the actual weight, clipped."""
@@ -123,7 +132,7 @@ class Update:
         scale = self.nominal / result.weight * (min(1.0, self.clip / (result.grad_norm + 1e-6)) if self.clip else 1.0)
         if scale != 1.0:
             # On a CPU a tensor is faster than a number by a sixth.
-            torch._foreach_mul_(gradients, torch.tensor(scale) if self.device.type == "cpu" else scale)
+            torch._foreach_mul_(gradients, torch.scalar_tensor(scale) if self.device.type == "cpu" else scale)
 
     def _step(self) -> None:
         """Update the parameters; by the device, do what `_decided` and `_scale` do within a fused optimizer's kernels.
@@ -133,6 +142,7 @@ class Update:
         if not self.by_device:
             self.engine.step()
             return
+        assert isinstance(self._numbers, Tensor)
         norm, loss_sum, weight = self._numbers[2:_COUNT]
         correction = torch.where(weight > 0, self.nominal / weight, math.nan)
         grad_norm = norm * correction

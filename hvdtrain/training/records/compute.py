@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,9 +40,9 @@ class FirstPass(StepPart):
     same_samples: int  # number of ranks that have the same samples
     _is_counted: bool = field(default=False, init=False)
 
-    def around_forward(self, batch: Any) -> AbstractContextManager[object]:
+    def around_forward(self, batch: Any) -> AbstractContextManager[object] | None:
         """Return the context of a forward pass."""
-        return nullcontext() if self._is_counted else self._counted()
+        return None if self._is_counted else self._counted()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

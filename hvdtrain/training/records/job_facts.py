@@ -158,7 +158,6 @@ class EnergyUse:
 
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Add the sums over ranks; on rank 0, write them every ten seconds."""
-        self._step = step
         self._add(sums)
         if self._clock() - self._written_s >= EVERY_S:
             self._write()
@@ -173,7 +172,8 @@ class EnergyUse:
         self._write()
 
     def begin_step(self, step: int) -> None:
-        """Do nothing."""
+        """Note that step `step` begins."""
+        self._step = step
 
     def close(self) -> None:
         """Stop reading the counters."""

@@ -22,7 +22,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
 from hvdtrain.observe.clocks import AT_START, Clocks
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
-from hvdtrain.observe.host_load import HostLoad
+from hvdtrain.observe.host_load import ASIDE, HostLoad
 from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.sinks import Background, Recorder, sink_maker
@@ -102,7 +102,8 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
         sink.start(msgspec.structs.replace(line, devices=list(devices), consecutive_stages=stages), now_us)
         writer = Background(lambda: sink, path.name, recorder.warn)
     causes = HostLoad(Monitor(gpu).device)
-    current.spans.listeners.append(causes)
+    for name in ASIDE:
+        current.spans.listeners_to.setdefault(name, []).append(causes)
     experts = None if worker.compiled else make_routers(worker.state.model)
     stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
     recorder.add_watcher(stamps)

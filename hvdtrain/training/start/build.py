@@ -117,8 +117,9 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         current.batch_norm,
         make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         buffers,
-        make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         Rollback(worker.state.model, together=together),
+        # Changes biases after the step is applied, which there is nothing to roll back of.
+        make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
     ]
     stepper = Stepper(

@@ -93,8 +93,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "exchange/norms.py",
-        "map(chunk_rows, shapes or (gradient.shape for gradient in gradients))",
-        "map(chunk_rows, (gradient.shape for gradient in gradients))",
+        "map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])",
+        "map(_chunk_rows, [gradient.shape for gradient in gradients])",
         "the norm of rows has other chunks than that of the whole gradient",
         "tests/exchange/test_shards.py",
     ),
