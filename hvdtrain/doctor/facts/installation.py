@@ -23,14 +23,6 @@ from hvdtrain.runtime.tuning import site_settings
 
 PACKAGES = ("hvdtrain", "numpy", "transformers")
 
-LOADED = """
-def loaded(*beginnings):
-    with open("/proc/self/maps") as lines:
-        files = [line.split(None, 5)[5].strip() for line in lines if line.count("/")]
-    return next((file for file in files if file.rpartition("/")[2].startswith(beginnings)), None)
-"""
-"""Code of a function that returns the first loaded file with a given beginning of its name."""
-
 _TORCH = """
 import json, warnings
 with warnings.catch_warnings(record=True) as messages:
@@ -56,12 +48,15 @@ if gpus:
         values["pinned"] = str(error).splitlines()[0]
 print(json.dumps(values))
 """
-_HOROVOD = f"""
+_HOROVOD = """
 import json, horovod, horovod.torch as hvd
-{LOADED}
-print(json.dumps({{"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
+def loaded(*beginnings):
+    with open("/proc/self/maps") as lines:
+        files = [line.split(None, 5)[5].strip() for line in lines if line.count("/")]
+    return next((file for file in files if file.rpartition("/")[2].startswith(beginnings)), None)
+print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
                   "nccl": bool(hvd.nccl_built()), "cuda": bool(hvd.cuda_built()), "libmpi": loaded("libmpi.so"),
-                  "libnccl": loaded("libnccl.so")}}))
+                  "libnccl": loaded("libnccl.so")}))
 """
 
 
