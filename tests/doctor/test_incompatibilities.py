@@ -66,7 +66,7 @@ PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
     ),
     "few open files": (
         lambda folder: look(before=["prlimit", "--nofile=100:200"]),
-        [("files", "warning", "100", "limits.conf")],
+        [("files", "warning", "200 open files at most", "limits.conf")],
     ),
 }
 
