@@ -19,7 +19,6 @@ COMMANDS = {
     "preflight": ("hvdtrain.cli.preflight", "measure the hosts of a job with its ranks; name bad ones"),
     "timeline": ("hvdtrain.cli.timeline", "explain where a run spent its time; predict changes"),
     "compare": ("hvdtrain.cli.compare", "compare the losses, options and costs of runs"),
-    "tune": ("hvdtrain.cli.tune", "search for better values of options"),
     "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "plan": ("hvdtrain.cli.plan", "say which ranks hold and send what; which options do not go together"),
     "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors or as ONNX"),
@@ -29,7 +28,6 @@ COMMANDS = {
     "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
     "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the installed torch and MPI"),
-    "cache": ("hvdtrain.cli.cache", "list cached data and wheels; remove old ones"),
     "bundle": ("hvdtrain.cli.bundle", "make a folder to install from without a network"),
 }
 

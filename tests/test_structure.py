@@ -31,7 +31,7 @@ LAYERS = (
     "timeline",
     "compare engine",
     "doctor training",
-    "export fit tune verify",
+    "export fit verify",
     "cli torch",
 )
 """A room imports rooms of the lines above its own, and itself. `hvdtrain` and `hvdtrain.__main__` import all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import platform
 import sys
@@ -17,10 +16,8 @@ from hvdtrain.doctor.facts import gather
 from hvdtrain.doctor.finding import LEVELS, worst
 from hvdtrain.doctor.hosts.checks import examine as examine_hosts
 from hvdtrain.doctor.hosts.survey import Hosts
-from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.doctor.report import Entry, Report, entries, settings, summary
-from hvdtrain.errors import ConfigError, HvdtrainError, LaunchError
-from hvdtrain.files import open_regular
+from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.runtime.environment import RankInfo, environ
@@ -32,6 +29,7 @@ _REPLACED = {
         ("--probe", "--run", "--model_parameters", "--step_ms", "--interface"),
         "hvdtrain launch -H a:4,b:4 -- preflight measures hosts and links, hvdtrain timeline whatif RUN predicts",
     ),
+    "--nccl_log": "hvdtrain timeline report RUN --log FILE shows NCCL's warnings, settings and links",
     "--write_site": "write the profile yourself: docs/launching.md has an example",
 }
 """What to use instead of options that are no longer there."""
@@ -48,7 +46,6 @@ def parser() -> Parser:
     add = made.add_argument
     add("--json", action="store_true", help="print the report as one JSON object")
     add("--run_dir", metavar="DIR", type=local, default=Path("runs"), help="folder of the runs (default: runs)")
-    add("--nccl_log", metavar="FILE", type=local, help="also check this log, which NCCL wrote with NCCL_DEBUG=INFO")
     several = made.add_argument_group("several hosts").add_argument
     several("--hosts", metavar="a,b", help="check and compare these hosts over ssh")
     add_ssh(several)
@@ -80,7 +77,6 @@ def _examine(options: argparse.Namespace) -> Report | None:
     """Return the report; None on ranks other than 0."""
     if options.hosts:
         return _check_hosts(options)
-    log = _read_log(options.nccl_log) if options.nccl_log else None
     refusal: LaunchError | None = None
     try:
         info, choices = prepare()
@@ -88,16 +84,7 @@ def _examine(options: argparse.Namespace) -> Report | None:
         info, choices, refusal = RankInfo(host=platform.node()), [], error
     if info.rank != 0:
         return None
-    return Report(examine(gather(info, environ(), options.run_dir, log, refusal)), info, choices)
-
-
-def _read_log(path: Path) -> NcclLog:
-    try:
-        with io.TextIOWrapper(open_regular(path), errors="replace") as file:
-            return NcclLog(file, str(path))
-    except OSError as error:
-        what, expected = f"--nccl_log {path} cannot be read.", "the output of a job with NCCL_DEBUG=INFO"
-        raise ConfigError(what, expected=expected, found=error.strerror) from error
+    return Report(examine(gather(info, environ(), options.run_dir, refusal)), info, choices)
 
 
 def _print_table(found: Report) -> None:

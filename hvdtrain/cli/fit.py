@@ -177,7 +177,7 @@ def _with_step(line: Line, times: list[StepTimes], run: RunConfig) -> Line:
         except ConfigError as error:
             reasons.append(error.what)
         else:
-            return replace(line, step_s=found.then.step_s, step_interval_s=(found.low_s, found.high_s))
+            return replace(line, step_s=found.then.step_s)
     return replace(line, no_step="; ".join(reasons))
 
 

@@ -104,13 +104,20 @@ class Parser(EitherSpelling):
         return next(iter(difflib.get_close_matches(option, known, n=1)), "")
 
 
+_INSTEAD = {
+    "serve": "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
+    "tune": "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it",
+    "cache": "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses",
+}
+"""What does the work of commands that hvdtrain does not have."""
+
+
 def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
     """Return the message for a word that is not a command; it may be an option without its dashes."""
     message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
     message += f"  expected: one of {', '.join(commands)}\n"
-    if not group and name == "serve":
-        serve = "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')"
-        return f"{message}  next: {serve}\n"
+    if not group and name in _INSTEAD:
+        return f"{message}  next: {_INSTEAD[name]}\n"
     if near := difflib.get_close_matches(name, commands, 1):
         return f"{message}  next: did you mean {near[0]}?\n"
     if not group and {".", "="} & set(name):

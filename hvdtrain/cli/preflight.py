@@ -161,7 +161,7 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
     """Return what this rank knows after the measurement. Collective: yes."""
     import torch
 
-    from hvdtrain.doctor.nccl_log import NcclLog, fabric
+    from hvdtrain.doctor.fabric import fabric
     from hvdtrain.observe.monitor import gpu_identity, gpu_remarks
 
     comm.allreduce(torch.zeros(1), name="preflight/together").wait()
@@ -170,7 +170,7 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
     gpu = gpu_identity(device)
     return {
         "clock_s": clock_s,
-        "fabric": fabric(NcclLog(read_text_or_empty(log).splitlines()), cards),
+        "fabric": fabric(read_text_or_empty(log).splitlines(), cards),
         "remarks": gpu_remarks(gpu) if gpu is not None else [],
         "gpu_free_bytes": torch.cuda.mem_get_info(device)[0] if gpu is not None else None,
     }

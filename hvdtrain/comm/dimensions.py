@@ -28,7 +28,7 @@ class Dimensions:
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Dimensions:
-        """Return those of the options of `--parallel`; a run of an older version lacks some."""
+        """Return those of the options of `--parallel`; a config may lack some."""
         return Dimensions(**{name: options.get(name, default) for name, default in vars(ONE).items()})
 
     def __bool__(self) -> bool:

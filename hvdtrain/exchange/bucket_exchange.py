@@ -81,11 +81,6 @@ class BucketQueue:
         while self._running and self._advance(self._running[0]):
             self._queue(self._running.popleft())
 
-    def is_missing(self, name: str) -> bool:
-        """Return whether the gradient of a parameter is not packed yet in this step."""
-        number, index = self._positions[name]
-        return index in self._buckets[number].missing
-
     def finish(self) -> list[Tensor]:
         """Start the remaining buckets, wait for all, and return the sums by parameter. Collective: yes."""
         self.wait()

@@ -28,7 +28,7 @@ class Line:
         memory: None if it is refused.
         refused: why; else empty.
         micro_batch: samples, if the largest that fits was looked for.
-        step_s, step_interval_s: of a step; None if not predicted.
+        step_s: of a step; None if not predicted.
         no_step: why the step was not predicted; else empty.
         mesh: such as tp2xep4 or tp2xfsdp; empty for a value of `--parallel.shard`.
         proposed: whether it is the best one that fits.
@@ -41,7 +41,6 @@ class Line:
     refused: str = ""
     micro_batch: int | None = None
     step_s: float | None = None
-    step_interval_s: tuple[float, float] | None = None
     no_step: str = ""
     mesh: str = ""
     proposed: bool = False

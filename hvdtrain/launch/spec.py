@@ -11,7 +11,7 @@ from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.hosts import LOCAL_NAMES
 
 PYTHON = ("python", "python3")
-PYXIS, APPTAINER, SINGULARITY = RUNTIMES = ("pyxis", "apptainer", "singularity")
+PYXIS, APPTAINER, SINGULARITY = ("pyxis", "apptainer", "singularity")
 """What starts containers: Slurm's plugin with enroot, or a program; singularity is the older name of apptainer."""
 
 
@@ -62,7 +62,7 @@ class Container:
     """The container of each rank, with its own Python, hvdtrain, Horovod and MPI."""
 
     image: str  # in the notation of its runtime
-    runtime: str  # one of `RUNTIMES`
+    runtime: str  # such as `PYXIS`
     mounts: tuple[str, ...] = ()  # SRC:DST or SRC:DST:ro; the working folder is mounted too
     gpus: bool = False  # whether the ranks use GPUs of NVIDIA
     override: tuple[str, ...] = ()  # names of the host's variables for ranks; with pyxis, also if the image sets them

@@ -49,8 +49,8 @@ class StartLine(Struct, tag_field="event", tag="start"):
     clock_ids: list[str]  # of the ranks; equal ones are the same clock
     origin_us: float  # zero of all times in this start, by rank 0's clock
     link: list[tuple[int, float]] = []  # allreduces measured at the start: pairs of bytes and seconds
-    clock: ClockLine | None = msgspec.field(default=None)  # offsets at the start; older versions have none
-    devices: list[str] = []  # of the ranks: UUID of the GPU, or PCI address; empty for CPUs. Older versions have none
+    clock: ClockLine | None = msgspec.field(default=None)  # offsets at the start
+    devices: list[str] = []  # of the ranks: UUID of the GPU, or PCI address; empty for CPUs
     consecutive_stages: Annotated[int, Meta(gt=0)] = 1  # stages of each pipeline, of equally many consecutive ranks
 
     def fits(self) -> bool:

@@ -5,14 +5,11 @@ Format 2::
     {"format": 2, "step": 100, "heldout_loss": 1.5,
      "files": {"model.safetensors": {"bytes": 1234, "xxh3_128": "..."}, ...},
      "xxh3_128": "..."}        of all other keys, as JSON with sorted keys and without blanks
-
-Format 1 has the SHA-256 of each file, and no checksum of itself. It can be read, but is no longer written.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -30,7 +27,6 @@ from hvdtrain.state.train_state import check_values
 FORMAT = 2
 MANIFEST = "manifest.json"
 VALUES = "state.json"
-_FORMAT_1_CHECKSUM = "sha256"
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 """Errors that mean damage on the disk. Others, such as no permission or too many open files, do not."""
 
@@ -67,11 +63,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         found = _own_checksum(content)[:12] + "..."
         raise damaged(file, ": it has changed since it was written", expected=expected, found=found)
     if form is None:
-        raise damaged(file, ": it has no format number", expected=f"format 1 or {FORMAT}")
-    if form not in (1, FORMAT) or isinstance(form, (bool, float)):
+        raise damaged(file, ": it has no format number", expected=f"format {FORMAT}")
+    if form != FORMAT or isinstance(form, (bool, float)):
         raise CheckpointError(
             f"{path} has a format that this version cannot read",
-            expected=f"{MANIFEST} of format 1 or {FORMAT}",
+            expected=f"{MANIFEST} of format {FORMAT}",
             found=str(form)[:80],
             next_step="read it with the version of hvdtrain that wrote it",
         )
@@ -109,7 +105,7 @@ def read_state(path: Path, progress: Callable[[], None], groups: Container[str] 
     manifest = read_manifest(path)
     values: dict[str, Any] | None = None
     tensors: dict[str, Assembly] = {}
-    for name, file, digest in _files(path, manifest, progress):
+    for name, file, digest in _files(path, manifest):
         if name == VALUES:
             values = json.loads(read_verified(file, digest, progress).numpy().tobytes())
         elif name.endswith(".safetensors"):
@@ -136,32 +132,16 @@ def read_state(path: Path, progress: Callable[[], None], groups: Container[str] 
 
 def verify(path: Path, progress: Callable[[], None]) -> None:
     """Read every byte of a checkpoint. Errors: see `read_state`."""
-    for _, file, digest in _files(path, read_manifest(path), progress):
+    for _, file, digest in _files(path, read_manifest(path)):
         read_verified(file, digest, progress)
 
 
-def _files(path: Path, manifest: Mapping[str, Any], progress: Callable[[], None]) -> list[tuple[str, Path, FileDigest]]:
-    found = []
-    for name, entry in manifest["files"].items():
+def _files(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, Path, FileDigest]]:
+    for name in manifest["files"]:
         if name != Path(name).name:
             raise ValueError(f"{name!r} is not a file name")
-        file, size = path / name, int(entry["bytes"])
-        if manifest["format"] == 1:
-            found.append((name, file, _digest_of_format_1(file, size, entry[_FORMAT_1_CHECKSUM], progress)))
-        else:
-            found.append((name, file, FileDigest(size, entry[CHECKSUM])))
-    return found
-
-
-def _digest_of_format_1(file: Path, size_bytes: int, sha256: str, progress: Callable[[], None]) -> FileDigest:
-    """Verify a file by its SHA-256, and return its digest as in format 2."""
-    if not file.is_file() or file.stat().st_size != size_bytes:
-        return FileDigest(size_bytes, "")  # reading the file raises the error
-    data = file.read_bytes()
-    progress()
-    if hashlib.sha256(data).hexdigest() != sha256:
-        raise damaged(file, expected=f"{size_bytes} bytes with SHA-256 {sha256[:12]}...", found="other bytes")
-    return FileDigest(size_bytes, checksum(data))
+    entries = manifest["files"].items()
+    return [(name, path / name, FileDigest(int(entry["bytes"]), entry[CHECKSUM])) for name, entry in entries]
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:

@@ -41,7 +41,7 @@ class Progress:
     left_out: list[list[int]] = field(default_factory=list)  # positions [begin, end) that roll backs skipped, in order
     rolled_back: list[int] = field(default_factory=list)  # steps that were rolled back because of them
     data_state: dict[str, Any] = field(default_factory=dict)  # place in an iterable data set, at `position` or before
-    lr: float = 0.0  # of the last step in the optimizer's first group; 0 before, and in older checkpoints
+    lr: float = 0.0  # of the last step in the optimizer's first group; 0 before
 
 
 _VALUES = {"progress", "aliases", "optimizer", "groups", "scaler", "exchange", FROZEN, EXTRAS}
@@ -131,7 +131,7 @@ class TrainState:
         if state.values["scaler"]:
             self.scaler.load_state_dict(state.values["scaler"])
         if self.exchange is not None:
-            values = state.values.get("exchange") or _NO_EXCHANGE  # missing in checkpoints of version 0.1
+            values = state.values["exchange"] or _NO_EXCHANGE
             self.exchange.load_state_dict(state.tensors.get("exchange", {}), values)
         load_extras(self.extras, state, self._parameter)
         self.progress = Progress(**state.values["progress"])

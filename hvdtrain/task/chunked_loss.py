@@ -85,7 +85,9 @@ def loss_in_head(model: Any, targets: Sequence[Tensor]) -> Iterator[None]:
     def forward(hidden_BTD: Tensor) -> Tensor:
         # Ranks that divide the head have a part of its rows. In fp16 a loss has to be scaled before its gradients.
         divided = hasattr(head.weight, "device_mesh") or len(head.weight) < head.out_features
-        if divided or _is_fp16(hidden_BTD):
+        kind = hidden_BTD.device.type
+        in_fp16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        if divided or in_fp16 or hidden_BTD.dtype == torch.float16:
             logits_BTV: Tensor = whole(hidden_BTD)
             return logits_BTV
         return chunked_loss(whole, hidden_BTD.flatten(0, 1), next(left).flatten(), chunk, [*head.parameters()])
@@ -95,12 +97,6 @@ def loss_in_head(model: Any, targets: Sequence[Tensor]) -> Iterator[None]:
         yield
     finally:
         del head.forward
-
-
-def _is_fp16(hidden_BTD: Tensor) -> bool:
-    kind = hidden_BTD.device.type
-    in_fp16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-    return in_fp16 or hidden_BTD.dtype == torch.float16
 
 
 def chunked_loss(

@@ -67,7 +67,9 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in files]
     heldout = [windows for windows in heldout if len(windows)]
     if config.validation:
-        other = _prepare(config.validating(), own_tokenizer, "--data.validation")
+        validating: dict[str, Any] = {config.kind: config.validation}
+        whole = replace(config, **validating, validation=None, heldout=0.0)
+        other = _prepare(whole, own_tokenizer, "--data.validation")
         heldout = [_windows(*each, training) for each in other.files]
         files = [*files, *other.files]
         if common := own.paths & other.paths:

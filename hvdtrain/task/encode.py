@@ -25,12 +25,6 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
 _BATCH_CHARACTERS = 1 << 23
 
 
-def files_next_to(tokenizer: Path) -> dict[str, bytes]:
-    """Return the content of a tokenizer.json, and of the files about it next to it, by name. Errors: OSError."""
-    places = {TOKENIZER: tokenizer, **{name: tokenizer.with_name(name) for name in TOKENIZER_FILES[1:]}}
-    return {name: read_regular(file) for name, file in places.items() if name == TOKENIZER or file.is_file()}
-
-
 def settings(end: str | None, **more: Any) -> bytes:
     """Return a tokenizer_config.json for a tokenizer without one. `end`: its token after each document, if any."""
     named = {} if end is None else {"eos_token": end, "pad_token": end}
@@ -182,7 +176,8 @@ class TokenizerEncoder:
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer for transformers, by name."""
-        files = files_next_to(self.path)
+        places = {TOKENIZER: self.path, **{name: self.path.with_name(name) for name in TOKENIZER_FILES[1:]}}
+        files = {name: read_regular(file) for name, file in places.items() if name == TOKENIZER or file.is_file()}
         return files if SETTINGS in files else {**files, SETTINGS: settings(self._end())}
 
     def _end(self) -> str | None:

@@ -104,7 +104,12 @@ def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
 
     Errors: ConfigError: there are none for one of the `targets`, or no linear layers.
     """
-    linear = _linear_layers(model)
+    from torch import nn
+
+    conv1d = import_library("transformers.pytorch_utils", "--model.lora", "lm").Conv1D  # GPT-2's linear layer
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = model.named_modules()
+    linear = [name for name, each in modules if isinstance(each, (nn.Linear, conv1d)) and each is not head]
     if not linear:
         raise ConfigError(
             "--model.lora, but the model has no linear layers to adapt",
@@ -125,12 +130,3 @@ def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
         )
     wanted = {name for names in found.values() for name in names}
     return [name for name in linear if name in wanted]
-
-
-def _linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of all linear layers but the LM head."""
-    from torch import nn
-
-    conv1d = import_library("transformers.pytorch_utils", "--model.lora", "lm").Conv1D  # GPT-2's linear layer
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return [name for name, each in model.named_modules() if isinstance(each, (nn.Linear, conv1d)) and each is not head]

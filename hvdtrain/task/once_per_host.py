@@ -44,7 +44,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
 
     if whole := find_whole():
         with suppress(OSError):
-            os.utime(whole)  # `hvdtrain cache` shows the last use
+            os.utime(whole)  # its time is that of the last use
         return whole
     problems = []
     for place in (own, substitute):

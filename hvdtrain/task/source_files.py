@@ -69,7 +69,11 @@ def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list
     """
     found: dict[str, tuple[int, int | str | None]] = {}
     for pattern in patterns:
-        matches = dict(_behind_url(pattern, option) if is_url(pattern) else _on_this_machine(pattern, option))
+        if is_url(pattern):
+            matches = dict(_behind_url(pattern, option))
+        else:  # Path.glob takes no absolute pattern
+            paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
+            matches = dict(_described(path.resolve(), option) for path in paths if path.is_file())
         if not matches:
             raise DataError(
                 f"no file matches {pattern!r}",
@@ -109,11 +113,6 @@ def _named(found: Mapping[str, tuple[int, int | str | None]], option: str) -> li
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False)))
     files = [SourceFile(path, "/".join(path.split("/")[common:]), *about, option) for path, about in found.items()]
     return sorted(files, key=lambda file: file.name)
-
-
-def _on_this_machine(pattern: str, option: str) -> Iterator[tuple[str, tuple[int, int]]]:
-    names = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute)
-    return (_described(path, option) for path in map(Path.resolve, map(Path, names)) if path.is_file())
 
 
 def _described(path: Path, option: str) -> tuple[str, tuple[int, int]]:

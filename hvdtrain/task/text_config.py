@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from hvdtrain.errors import ConfigError
 
@@ -72,11 +72,6 @@ class TextConfig:
     def kind(self) -> str:
         """The option of the data: text, tokens, dataset or chat."""
         return next((kind for kind in _KINDS if getattr(self, kind)), "text")
-
-    def validating(self) -> TextConfig:
-        """Return options that train on the validation data, whole."""
-        data: dict[str, Any] = {self.kind: self.validation}
-        return replace(self, **data, validation=None, heldout=0.0)
 
 
 def check_data(config: TextConfig) -> None:

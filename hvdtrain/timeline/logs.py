@@ -43,6 +43,7 @@ _SETUP = {
     "device": "NCCL's network devices: {}: {}",
     "channels": "NCCL has {} channels for collectives",
     "setting": "NCCL setting {}={}",
+    "p2p_off": "NCCL: {}",
 }
 """What is reported of NCCL's lines, by kind."""
 

@@ -20,7 +20,6 @@ _KINDS = {
     "channels": re.compile(r"(\d+) coll channels"),
     "setting": re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$"),
     "link": re.compile(r"(?:Channel|Ring) \d+(?:/\d+)? : (\w+)\[\w+\] -> (\w+)\[\w+\].* via (.+)"),
-    "size": re.compile(r"nRanks (\d+)(?: nNodes (\d+))?", re.IGNORECASE),
     "p2p_off": re.compile(r"(P2P is disabled between connected GPUs)"),
 }
 """What is read of a line, by kind; the first that matches counts."""
@@ -32,7 +31,6 @@ class NcclLines:
     def __init__(self) -> None:
         self.facts: defaultdict[str, dict[tuple[str, ...], Counter[str]]] = defaultdict(dict)
         self.warnings: dict[str, Counter[str]] = {}
-        self.hosts: dict[str, None] = {}
 
     def add_line(self, line: str) -> bool:
         """Read a line of output; return whether it is one of NCCL's."""
@@ -45,8 +43,6 @@ class NcclLines:
             return version is not None
         host, process, device, level, text = found.groups()
         by = f"{host}:{process}:{device}"
-        if host:
-            self.hosts[host] = None
         if level != "INFO":
             if text in self.warnings or len(self.warnings) < _MOST:
                 self.warnings.setdefault(text, Counter())[by] += 1

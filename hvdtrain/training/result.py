@@ -203,7 +203,7 @@ class _StepSums:
             else:
                 sums[1] += value
         for part, of_step in _BUDGET.items():
-            self._parts[part] += sum(line.get(f"{each}_s", 0.0) for each in of_step)  # an older version had fewer
+            self._parts[part] += sum(line.get(f"{each}_s", 0.0) for each in of_step)
 
     def figures(self) -> dict[str, Any]:
         """Return fields of `Result`. The budget is empty if no step was done."""

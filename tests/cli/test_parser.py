@@ -10,6 +10,7 @@ from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import ConfigError
 
 PREFLIGHT = "hvdtrain launch -H a:4,b:4 -- preflight measures hosts and links, hvdtrain timeline whatif RUN predicts"
+NCCL_LOG = "hvdtrain timeline report RUN --log FILE shows NCCL's warnings, settings and links"
 PROFILE = "write the profile yourself: docs/launching.md has an example"
 
 
@@ -22,6 +23,7 @@ PROFILE = "write the profile yourself: docs/launching.md has an example"
         ("doctor --q", "there is no option --q", "hvdtrain doctor --help"),
         ("doctor --hosts a,b --probe", "there is no option --probe", PREFLIGHT),
         ("doctor --write-site=a.yaml", "no option --write-site", PROFILE),
+        ("doctor --nccl_log x", "no option --nccl_log", NCCL_LOG),
         ("bundle", "required: FOLDER", "hvdtrain bundle --help"),
         ("bundle a b", "unexpected argument 'b'", "hvdtrain bundle --help"),
         ("launch --time 90", "is not a time; expected 2h", "hvdtrain launch --help"),
@@ -50,6 +52,8 @@ def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.
             "'serve'",
             "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
         ),
+        ("tune --over x", "'tune'", "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it"),
+        ("cache", "'cache'", "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses"),
         ("train.steps=5", "'train.steps=5'", "options begin with --, as in hvdtrain --train.steps 100"),
         ("timeline raport x", "'raport' of timeline", "did you mean report?"),
         ("verify runs/NAME", "'runs/NAME' of verify", ""),
@@ -74,8 +78,8 @@ def test_a_working_directory_that_was_removed(
 
 
 def test_options_are_accepted_with_dashes_and_with_underscores() -> None:
-    read = doctor.parser().parse_args(["--run-dir=a-b_c", "--nccl-log", "x", "--ssh_port", "2222"])
-    assert (str(read.run_dir), str(read.nccl_log), read.ssh_port) == ("a-b_c", "x", 2222)
+    read = doctor.parser().parse_args(["--run-dir=a-b_c", "--ssh_port", "2222"])
+    assert (str(read.run_dir), read.ssh_port) == ("a-b_c", 2222)
     assert build_horovod.parser().parse_args(["--dry_run"]).dry_run
     launched = launch_options.parse(["-np", "2", "--hang_timeout=5", "--", "python", "x.py", "--my_own", "--dry_run"])
     assert launched.hang_timeout == 5 and not launched.dry_run

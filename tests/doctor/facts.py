@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.facts.installation import Installation, Mpi4py, MpiFacts
+from hvdtrain.doctor.facts.installation import Installation, MpiFacts
 from hvdtrain.doctor.facts.machine import GpuFacts, Interface, Limits, Machine, Network, RdmaPort
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BuildRecord
@@ -50,7 +50,6 @@ WELL = DoctorFacts(
         library_version="Open MPI v4.1.8",
         file=Path("/venv/lib/libmpi.so.40"),
         programs=Path("/venv/bin"),
-        mpi4py=Mpi4py(Answer({"version": "4.1.2", "says": "Open MPI v4.1.8"}), Path("/venv/lib/libmpi.so.40")),
         mpirun="/venv/bin/mpirun",
         mpirun_version="mpirun (Open MPI) 4.1.8",
     ),

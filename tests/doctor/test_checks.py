@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor.checks import CHECKS, examine
-from hvdtrain.doctor.facts.installation import LinkedLibrary, Mpi4py
+from hvdtrain.doctor.facts.installation import LinkedLibrary
 from hvdtrain.doctor.finding import worst
 from hvdtrain.errors import LaunchError
 from hvdtrain.programs import Answer
@@ -53,7 +53,6 @@ ON_MPICH = {"library": MPICH, "library_version": "MPICH Version:\t5.0.2"}
 NO_PROGRAMS = {"mpirun": None, "mpirun_version": None, "programs": None}
 INTEL_MPIRUN = "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005"
 OF_MPICH, OF_OPEN_MPI_5 = {"mpirun_version": "MPICH 5.0.2"}, {"mpirun_version": "mpirun (Open MPI) 5.0.11"}
-OTHER_MPI4PY = Mpi4py(Answer({"version": "4", "says": "MPICH"}), Path("/m/libmpi.so.12"))
 NCCL, NO_NCCL = ({"nccl": LinkedLibrary("libnccl.so.2", *place)} for place in ((Path("/n"),), (None, (Path("/gone"),))))
 NO_SSH = {"remote_shell": False}
 NO_TRANSFORMERS = {"packages": {**WELL.installation.packages, "transformers": None}}
@@ -165,9 +164,6 @@ MPI = [
     broken("mpirun", "do not find each other", "first on PATH", mpi={"library": MPICH, "programs": None}),
     warns("horovodrun", "not on PATH", "PATH=/venv/bin:", info=ALONE, mpi={"horovodrun": False}),
     warns("horovodrun", "5.0.11", "horovodrun --gloo", info=ALONE, mpi=OF_OPEN_MPI_5),
-    well("mpi4py", "4.1.2 on Open MPI"),
-    warns("mpi4py", "two MPIs", "export MPI4PY_LIBMPI=/venv/lib/libmpi.so.40", mpi={"mpi4py": OTHER_MPI4PY}),
-    warns("mpi4py", "two MPIs", "MPICC=/venv/bin/mpicc pip", mpi={"mpi4py": replace(OTHER_MPI4PY, wheel=False)}),
     broken("opal_prefix", "/nowhere", "unset", mpi={"prefix": Path("/nowhere")}),
     warns("root", "refuses", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", info=ALONE, machine={"is_root": True}),
     warns("remote_shell", "exit", "OMPI_MCA_plm_rsh_agent=", info=ALONE, machine=NO_SSH),
@@ -267,7 +263,6 @@ SILENT = {
     "torch_load": [when(installation=on_gpus(version="2.10.0"))],
     "libmpi": [when(mpi={"library": None})],
     "nccl": [when(mpi={"library": None})],
-    "mpi4py": [when(mpi={"mpi4py": None}), when(mpi={"library": None, "mpi4py": Mpi4py(Answer(error="x"))})],
     "horovodrun": [when(mpi={"horovodrun": False}), when(info=ALONE), when(info=ALONE, mpi=OF_MPICH)],
     "opal_prefix": [when(mpi={"prefix": Path("/venv")}), when(mpi={"prefix": Path("/nowhere"), "library": MPICH})],
     "root": [when(info=ALONE, machine={"is_root": True}, mpi=OF_MPICH), when(machine={"is_root": True})],

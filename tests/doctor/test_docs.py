@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor import checks, nccl_log
+from hvdtrain.doctor.checks import CHECKS
 from hvdtrain.doctor.finding import Finding
 
-CHECKS: tuple[Callable[[Any], Finding | None], ...] = (*checks.CHECKS, *nccl_log.CHECKS)
 TEXT = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)`( \*)? \|", TEXT, re.M))
 

@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli import preflight as preflight_command
 from hvdtrain.doctor import preflight
-from hvdtrain.doctor.nccl_log import fabric
+from hvdtrain.doctor.fabric import fabric
 from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.environment import RankInfo
-from tests.doctor.test_nccl_log import HEAD, INFINIBAND, SOCKET, read
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -127,13 +126,36 @@ def test_a_deadline_that_is_closed_does_nothing(now_s: list[float]) -> None:
     assert heard == []
 
 
+HEAD = """
+Mon Jan 1 some other program's line, via NET/Socket/0 too
+NCCL version 2.29.2+cuda13.0
+a:10:11 [0] NCCL INFO cudaDriverVersion 13000
+a:10:11 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
+"""
+INFINIBAND = """
+a:10:12 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth1:10.1.0.1<0>
+a:10:12 [0] NCCL INFO Using network IB
+a:10:12 [0] NCCL INFO comm 0x5 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0
+a:10:12 [0] NCCL INFO Channel 00/0 : 3[1] -> 0[0] [receive] via NET/IB/0/GDRDMA
+a:10:12 [0] NCCL INFO Channel 00/0 : 0[0] -> 3[1] [send] via NET/IB/0(1)/GDRDMA/Shared
+a:10:12 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+a:10:12 [0] NCCL INFO ncclCommInitRank comm 0x5 rank 0 nranks 4 cudaDev 0 nvmlDev 0 busId 31000 - Init COMPLETE
+"""
+SOCKET = """
+a:10:12 [0] NCCL INFO NET/IB : No device found.
+a:10:12 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0> [1]docker0:172.17.0.1<0>
+b:20:22 [0] NCCL INFO Using network Socket
+a:10:12 [0] NCCL INFO Channel 00 : 1[0] -> 0[0] [receive] via NET/Socket/0
+"""
+
+
 def test_the_fabric_of_nccl() -> None:
-    assert fabric(read(HEAD + INFINIBAND)) == "NET/IB mlx5_0 mlx5_1"
-    assert fabric(read(HEAD + INFINIBAND), ["mlx5_0"]) == "NET/IB mlx5_0 mlx5_1"
-    assert fabric(read(SOCKET)) == "NET/Socket eth0 docker0"
-    assert fabric(read(SOCKET), ["mlx5_0"]) == "NET/Socket eth0 docker0 (although there are mlx5_0)"
-    assert fabric(read("a:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read")) == "P2P"
-    assert fabric(read(HEAD)) == ""
+    assert fabric((HEAD + INFINIBAND).splitlines()) == "NET/IB mlx5_0 mlx5_1"
+    assert fabric((HEAD + INFINIBAND).splitlines(), ["mlx5_0"]) == "NET/IB mlx5_0 mlx5_1"
+    assert fabric(SOCKET.splitlines()) == "NET/Socket eth0 docker0"
+    assert fabric(SOCKET.splitlines(), ["mlx5_0"]) == "NET/Socket eth0 docker0 (although there are mlx5_0)"
+    assert fabric(["a:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read"]) == "P2P"
+    assert fabric(HEAD.splitlines()) == ""
 
 
 def _launch(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

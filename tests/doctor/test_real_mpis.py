@@ -39,11 +39,3 @@ def test_open_mpi_5(four: Path) -> None:
     assert look(environment=on_path(five.parent), before=ranks)["launcher"]["level"] == "ok"
     wrong = look(environment=on_path(five.parent), before=[*ranks, "env", f"LD_LIBRARY_PATH={four}/lib"])
     assert wrong["launcher"]["level"] == "broken"
-
-
-def test_the_proposed_fix_of_mpi4py_on_mpich_works() -> None:
-    pytest.importorskip("mpi4py")
-    found = look(environment={"MPI4PY_LIBMPI": f"{wheel('mpich').prefix}/lib/libmpi.so.12"})["mpi4py"]
-    assert found["level"] == "warning" and "MPICH" in found["found"]
-    variable, _, value = found["mend"].removeprefix("export ").partition("=")
-    assert look(environment={variable: value})["mpi4py"]["level"] == "ok"

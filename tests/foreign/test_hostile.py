@@ -98,7 +98,6 @@ ROWS: list[tuple[str, int, str, str]] = [
     ("config init nowhere/x", 1, "ConfigError", "nowhere/x"),
     ("config init new.yaml --task syntax.py:x", 2, "", "syntax.py"),
     ("completion bash --task nowhere.py:x", 2, "TaskError", "nowhere.py"),
-    ("doctor --nccl_log fifo", 2, "", "--nccl_log"),
     ("launch -np 0", 2, "", "-np"),
     ("launch -np 2 -H a:x", 2, "", "a:x"),
     ("build-horovod --gpu nonsense", 2, "", "--gpu"),

@@ -32,7 +32,7 @@ _COMMANDS = {
     "build-horovod": "install",
     "bundle": "install",
     "preflight": "doctor",
-    **{name: name for name in ("compare", "doctor", "export", "fit", "launch", "timeline", "tune", "verify")},
+    **{name: name for name in ("compare", "doctor", "export", "fit", "launch", "timeline", "verify")},
 }
 """Words of command lines, and the room of each."""
 

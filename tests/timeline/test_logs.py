@@ -91,6 +91,7 @@ def nccl(rank: int) -> list[str]:
         f"{head} NCCL INFO Channel 00/0 : {rank}[{rank % 2}] -> {rank ^ 1}[{rank % 2 ^ 1}] via P2P/IPC/read",
         f"{head} NCCL INFO Channel 00/0 : {rank}[0] -> {(rank + 2) % 4}[0] [send] via NET/Socket/{rank % 3}",
         f"{head} NCCL INFO 2 coll channels, 2 collnet channels, 0 nvls channels, 2 p2p channels",
+        f"{head} NCCL INFO P2P is disabled between connected GPUs 0 and 1. You can repress this message",
         f"{head} transport/net_socket.cc:402 NCCL WARN NET/Socket : peer 10.0.0.9 closed",
         "an ordinary line",
     ]
@@ -110,6 +111,7 @@ def test_nccl_warnings_are_reported_once_with_their_count(tmp_path: Path) -> Non
         "NCCL's links: NET/Socket between 4 pairs, P2P/IPC between 4 pairs",
         "NCCL's network devices: Socket: Using [0]eth0:10.0.0.0<0> (2 GPUs)",
         "NCCL's network devices: Socket: Using [0]eth0:10.0.0.1<0> (2 GPUs)",
+        "NCCL: P2P is disabled between connected GPUs (4 GPUs)",
     ]
 
 

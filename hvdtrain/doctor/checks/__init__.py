@@ -1,10 +1,9 @@
-"""The checks. Each is a function of the gathered facts, named in `CHECKS`; NCCL's log has its own."""
+"""The checks. Each is a function of the gathered facts, named in `CHECKS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from hvdtrain.doctor import nccl_log
 from hvdtrain.doctor.checks import host, installation, mpi, network
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
@@ -13,7 +12,7 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     *(installation.hvdtrain, installation.torch, installation.torch_files, installation.horovod),
     *(installation.stock_build, installation.untested_build, installation.distutils, installation.nccl),
     installation.nccl_library,
-    *(mpi.libmpi, mpi.mpirun, mpi.horovodrun, mpi.mpi4py, mpi.opal_prefix, mpi.as_root, mpi.remote_shell, mpi.launcher),
+    *(mpi.libmpi, mpi.mpirun, mpi.horovodrun, mpi.opal_prefix, mpi.as_root, mpi.remote_shell, mpi.launcher),
     *(mpi.stale_launcher, mpi.controller, mpi.slurm_step, mpi.rendezvous, mpi.secrets, mpi.half_over_gloo),
     *(network.leftovers, network.shared_memory_off),
     installation.packages,
@@ -29,7 +28,4 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
 
 def examine(facts: DoctorFacts) -> list[Finding]:
     """Run all checks and return their findings. A check that does not apply returns None."""
-    found = [check(facts) for check in CHECKS]
-    if facts.nccl_log is not None:
-        found += [check(facts.nccl_log) for check in nccl_log.CHECKS]
-    return [finding for finding in found if finding is not None]
+    return [finding for check in CHECKS if (finding := check(facts)) is not None]

@@ -256,7 +256,7 @@ def gpu_direct(facts: DoctorFacts) -> Finding | None:
         copy = "" if facts.gpu.gdrcopy else ", without GDRCopy (small messages take longer)"
         return Finding("gpudirect", "ok", f"nvidia_peermem is loaded{copy}")
     why = "without it, or DMA-BUF with the open driver, gradients between hosts are copied through host memory"
-    fix = "sudo modprobe nvidia_peermem; to verify, run with NCCL_DEBUG=INFO, then: hvdtrain doctor --nccl_log FILE"
+    fix = "sudo modprobe nvidia_peermem; to verify: NCCL_DEBUG=INFO, then hvdtrain timeline report RUN --log FILE"
     return Finding("gpudirect", "warning", "nvidia_peermem is not loaded", why, fix)
 
 

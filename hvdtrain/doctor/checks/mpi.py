@@ -89,26 +89,6 @@ def horovodrun(facts: DoctorFacts) -> Finding | None:
     return Finding("horovodrun", "warning", "it cannot drive this mpirun", why, fix)
 
 
-def mpi4py(facts: DoctorFacts) -> Finding | None:
-    """Check that mpi4py loads the same library as Horovod."""
-    package, library = facts.mpi.mpi4py, facts.mpi.library
-    if package is None or library is None or library.path is None:
-        return None
-    compiler = shlex.quote(str(facts.mpi.programs / "mpicc")) if facts.mpi.programs else "its mpicc"
-    fix = f"MPICC={compiler} pip install --force-reinstall --no-binary mpi4py mpi4py"
-    if package.wheel:
-        fix = f"export MPI4PY_LIBMPI={shlex.quote(str(library.path))}"
-    if package.answer.error:
-        why = f"it cannot be imported: {package.answer.error}"
-        return Finding("mpi4py", "warning", "it finds no MPI", why, fix)
-    values = package.answer.values
-    found = f"{values['version']} on {values['says']} ({package.library})"
-    if package.library is None or package.library == facts.mpi.file:
-        return Finding("mpi4py", "ok", found, minor=True)
-    why = f"Horovod loads {library.path}: with two MPIs in one process it aborts, or each rank runs alone"
-    return Finding("mpi4py", "warning", found, why, fix)
-
-
 def opal_prefix(facts: DoctorFacts) -> Finding | None:
     """Check that OPAL_PREFIX is the prefix of the Open MPI that Horovod loads."""
     prefix, file, library = facts.mpi.prefix, facts.mpi.file, facts.mpi.library

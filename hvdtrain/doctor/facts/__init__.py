@@ -10,7 +10,6 @@ from pathlib import Path
 from hvdtrain.doctor.facts.installation import Installation, MpiFacts, installation, mpi_facts
 from hvdtrain.doctor.facts.machine import GpuFacts, Machine, Network, gpu_facts, machine, network
 from hvdtrain.doctor.facts.storage import storage
-from hvdtrain.doctor.nccl_log import NcclLog
 from hvdtrain.errors import LaunchError
 from hvdtrain.programs import Answer
 from hvdtrain.runtime.environment import RankInfo
@@ -32,14 +31,12 @@ class DoctorFacts:
     network: Network
     run_dir: Path  # as the user named it
     storage: Answer  # about the run folder, of `storage`
-    nccl_log: NcclLog | None = None  # if the user named one
 
 
 def gather(
     info: RankInfo,
     environ: Mapping[str, str],
     run_dir: Path,
-    nccl_log: NcclLog | None = None,
     refusal: LaunchError | None = None,
 ) -> DoctorFacts:
     """Gather all facts. This takes as long as importing torch and Horovod. Collective: no.
@@ -61,5 +58,4 @@ def gather(
             storage=disk.result(),
             mpi=mpi.result(),
             installation=installed.result(),
-            nccl_log=nccl_log,
         )

@@ -23,14 +23,6 @@ from hvdtrain.runtime.tuning import site_settings
 
 PACKAGES = ("hvdtrain", "numpy", "transformers")
 
-LOADED = """
-def loaded(*beginnings):
-    with open("/proc/self/maps") as lines:
-        files = [line.split(None, 5)[5].strip() for line in lines if line.count("/")]
-    return next((file for file in files if file.rpartition("/")[2].startswith(beginnings)), None)
-"""
-"""Code of a function that returns the first loaded file with a given beginning of its name."""
-
 _TORCH = """
 import json, warnings
 with warnings.catch_warnings(record=True) as messages:
@@ -56,21 +48,15 @@ if gpus:
         values["pinned"] = str(error).splitlines()[0]
 print(json.dumps(values))
 """
-_HOROVOD = f"""
+_HOROVOD = """
 import json, horovod, horovod.torch as hvd
-{LOADED}
-print(json.dumps({{"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
+def loaded(*beginnings):
+    with open("/proc/self/maps") as lines:
+        files = [line.split(None, 5)[5].strip() for line in lines if line.count("/")]
+    return next((file for file in files if file.rpartition("/")[2].startswith(beginnings)), None)
+print(json.dumps({"version": horovod.__version__, "mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()),
                   "nccl": bool(hvd.nccl_built()), "cuda": bool(hvd.cuda_built()), "libmpi": loaded("libmpi.so"),
-                  "libnccl": loaded("libnccl.so")}}))
-"""
-
-_MPI4PY = f"""
-import json, mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-{LOADED}
-print(json.dumps({{"version": mpi4py.__version__, "says": MPI.Get_library_version().splitlines()[0],
-                  "path": loaded("libmpi.so", "libmpich.so", "libmpi_abi.so")}}))
+                  "libnccl": loaded("libnccl.so")}))
 """
 
 
@@ -140,15 +126,6 @@ def horovod_mismatch() -> str | None:
 
 
 @dataclass(frozen=True)
-class Mpi4py:
-    """The installed mpi4py."""
-
-    answer: Answer  # its ``version``, and the version text of its MPI (``says``)
-    library: Path | None = None  # the libmpi that it loads, with links resolved
-    wheel: bool = True  # whether it searches for an MPI when it is imported; otherwise it was compiled for one
-
-
-@dataclass(frozen=True)
 class MpiFacts:
     """Everything about MPI."""
 
@@ -162,14 +139,12 @@ class MpiFacts:
     missing_folders: tuple[Path, ...] = ()  # where Horovod's library searches for libmpi, but which do not exist
     horovodrun: bool = True  # whether it is on PATH
     refusal: LaunchError | None = None  # why the ranks of the launcher cannot form a job
-    mpi4py: Mpi4py | None = None  # None if it is not installed
     ucx: bool | None = None  # whether that Open MPI can use UCX; None if unknown
     site: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # from `runtime.tuning.site_settings`
 
 
 def mpi_facts(info: RankInfo, environ: Mapping[str, str], pool: Executor, refusal: LaunchError | None) -> MpiFacts:
     """Gather the facts. ``refusal``: error of the launcher's variables, if known."""
-    mpi4py = pool.submit(_mpi4py)
     known = mpi_versions(environ, pool)
     library = known.library
     path = library.path if library else None
@@ -182,7 +157,6 @@ def mpi_facts(info: RankInfo, environ: Mapping[str, str], pool: Executor, refusa
         missing_folders=_missing_folders() if library and path is None else (),
         horovodrun=shutil.which("horovodrun", path=environ.get("PATH", os.defpath)) is not None,
         refusal=refusal or _refusal(replace(info, variables=environ)),
-        mpi4py=mpi4py.result(),
         ucx=_ucx(path) if library and library.family == "openmpi" and path else None,
         site=site_settings(environ, path) if library and library.family == "openmpi" else {},
     )
@@ -205,15 +179,6 @@ def _refusal(info: RankInfo) -> LaunchError | None:
     except LaunchError as error:
         return error
     return None
-
-
-def _mpi4py() -> Mpi4py | None:
-    found = importlib.util.find_spec("mpi4py")
-    if found is None or found.origin is None:
-        return None
-    answer = ask(_MPI4PY)
-    path = answer.values.get("path")
-    return Mpi4py(answer, Path(path).resolve() if path else None, (Path(found.origin).parent / "_mpiabi.py").exists())
 
 
 def _missing_folders() -> tuple[Path, ...]:

@@ -162,8 +162,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
         cost = float(waits.mean())
         text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
         by_stage = np.array([waits[np.arange(size) * stages // size == stage].mean() for stage in range(stages)])
-        is_known = facts.run.steps is not None and facts.run.steps.stages == stages  # older runs had another order
-        if is_known and by_stage.max() - by_stage.min() >= _HALF * cost:
+        if by_stage.max() - by_stage.min() >= _HALF * cost:
             text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
     elif share >= _IDLE:
         cost = share * facts.ms("forward", "backward")

@@ -110,7 +110,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "task/once_per_host.py",
-        "            os.utime(whole)  # `hvdtrain cache` shows the last use\n",
+        "            os.utime(whole)  # its time is that of the last use\n",
         "            pass\n",
         "prepared data that is used each day looks old",
         "tests/task/test_once_per_host.py",

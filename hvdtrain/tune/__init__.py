@@ -1,1 +1,0 @@
-"""Search for better values of options, by optuna."""
