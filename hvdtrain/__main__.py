@@ -21,7 +21,7 @@ COMMANDS = {
     "tune": ("hvdtrain.cli.tune", "search for better values of options"),
     "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "plan": ("hvdtrain.cli.plan", "say which ranks hold and send what; which options do not go together"),
-    "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors or as ONNX"),
+    "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors, DCP or ONNX"),
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),
     "generate": ("hvdtrain.cli.generate", "continue a text with a trained language model"),
     "serve": ("hvdtrain.cli.serve", "answer requests of OpenAI's API with a trained language model"),

@@ -10,8 +10,8 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.runtime.environment import environ
 
 _DESCRIPTION = """\
-List tokenized texts and wheels of Horovod in ~/.cache/hvdtrain. All of it is
-made again when it is needed."""
+List tokenized texts, converted models and wheels of Horovod in
+~/.cache/hvdtrain. All of it is made again when it is needed."""
 _EPILOG = """\
 examples:
   hvdtrain cache

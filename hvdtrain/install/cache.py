@@ -1,4 +1,4 @@
-"""What the cache holds: tokenized texts and wheels of Horovod. Both are made again when they are missing."""
+"""What the cache holds: tokenized texts, converted models, wheels of Horovod. All are made again when missing."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class CacheEntry:
 
 def cache_entries(environ: Mapping[str, str]) -> list[CacheEntry]:
     """List the folders of the cache, and those that a process without access to it has made elsewhere."""
-    own, substitute = cache_folder(environ), substitute_folder() / "corpus"
-    places = [own / "corpus", own / "horovod", *([substitute] if is_mine(substitute) else [])]
+    own, substitute = cache_folder(environ), substitute_folder()
+    places = [own / "corpus", own / "models", own / "horovod"]
+    places += [place for place in (substitute / "corpus", substitute / "models") if is_mine(place)]
     return [entry for place in places for entry in _entries(place)]
 
 
@@ -60,6 +61,8 @@ def _about(folder: Path) -> str:
     if folder.parent.name == "horovod":
         return "source of Horovod" if folder.name == "sdist" else "wheel of Horovod"
     try:
+        if folder.parent.name == "models":
+            return f"weights of {json.loads((folder / 'source.json').read_text(encoding='utf-8'))['of']}"
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         return f"{about['train'] + about['heldout']:,} tokens"
     except (OSError, ValueError, KeyError, TypeError):
