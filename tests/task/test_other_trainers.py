@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from torch import Tensor
 from hvdtrain.cli.export import main as export
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
+from hvdtrain.state.tensor_file import write_tensors
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.other_trainers import READERS, map_names
 from hvdtrain.task.saved_model import find_model
 from tests.support.checkpoints import save_in_parts
 from tests.support.gallery import LANGUAGE, record_on_threads
+from tests.support.launch import TIMEOUT_S
 from tests.support.payload import MakesFolder
 
 transformers = pytest.importorskip("transformers", reason="the transformers library is not installed")
@@ -72,7 +76,13 @@ def test_what_is_exported_as_dcp_returns_bit_for_bit(run: Path, tmp_path: Path) 
     found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
     dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)  # as other programs do
     _assert_equal(found, expected)
-    assert find_model(f"dcp:{tmp_path / 'out'}").tokenizer() == find_model(str(run)).tokenizer()
+    copied = find_model(f"dcp:{tmp_path / 'out'}").folder / "tokenizer.json"
+    assert copied.read_bytes() == (find_model(str(run)).folder / "tokenizer.json").read_bytes()
+    losses = [
+        record_on_threads(tmp_path / to, *LANGUAGE, "--train.steps=2", f"--model.from={name}", size=2).losses()
+        for to, name in (("one", f"dcp:{tmp_path / 'out'}"), ("two", run))
+    ]
+    assert losses[0] == losses[1]
 
 
 def _lightning(state: dict[str, Tensor], folder: Path) -> str:
@@ -146,6 +156,31 @@ def test_weights_of_other_trainers(
     left = f"; without a place in the model: {WRITERS[write]}" if WRITERS[write] else ""
     assert find_model(name, **options).note.startswith(f"weights of {name}{left}")
     assert not (folder / "was here").exists(), "what is no tensor is not read"
+
+
+_TWO_RANKS = """
+import sys, torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+state = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in load_file(f"{folder}/whole").items()}
+dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_two_ranks_have_written(state: dict[str, Tensor], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(TIED.to_json_string())
+    write_tensors(tmp_path / "whole", state, lambda: None)
+    argv = [sys.executable, "-c", _TWO_RANKS]
+    ranks = [subprocess.Popen([*argv, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0, 0]
+    assert len([*(tmp_path / "dcp").glob("*.distcp")]) == 2
+    _assert_equal(_state(f"dcp:{tmp_path / 'dcp'}"), state)
 
 
 def _hostile(folder: Path, form: str) -> Path:
