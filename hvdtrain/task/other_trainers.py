@@ -199,7 +199,7 @@ def convert(form: str, path: Path, extra: Mapping[str, Path]) -> Path:
 
     Errors: TaskError: the checkpoint cannot be read, or is of another model; TransientDataError: no space.
     """
-    files = sorted({*extra.values(), *(path.rglob("*") if path.is_dir() else [path])})
+    files = sorted({*extra.values(), *(filter(Path.is_file, path.rglob("*")) if path.is_dir() else [path])})
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(json.dumps([_VERSION, form, str(path.resolve()), facts]).encode()).hexdigest()[:32]
     build = partial(_build, form=form, path=path, extra=extra)

@@ -96,7 +96,7 @@ def find_model(name: str, option: str = "--model.from", config: str | None = Non
     from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 
     path = Path(name).expanduser()
-    if is_of_other_trainer(name):
+    if is_of_other_trainer(name) and not path.exists():
         return _of_other_trainer(name, option, config)
     run, at, which = name.rpartition("@")
     if at and not path.exists():
@@ -110,7 +110,8 @@ def find_model(name: str, option: str = "--model.from", config: str | None = Non
     on_hub = not path.is_dir() and not path.parent.is_dir() and _HUB_ID.fullmatch(name)
     raise ConfigError(
         f"there is no model in {name!r}",
-        expected="a run, RUN@best, RUN@100 for step 100, a checkpoint, or a folder with config.json",
+        expected="a run, RUN@best, RUN@100 for step 100, a checkpoint, a folder with config.json, or the checkpoint of"
+        f" another trainer: {'|'.join(READERS)}:PATH",
         found="a run without checkpoints" if path.is_dir() else f"no folder; working directory {Path.cwd()}",
         next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then DIR as {option}"
         if on_hub
