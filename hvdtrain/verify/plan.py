@@ -207,7 +207,7 @@ def check_plan(run: RunConfig, function: Callable[..., Any], info: RankInfo) -> 
     args, what = dict(run.task_args), "the task's model"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
         if isinstance(model := args.get("model"), ModelConfig):
-            source = find_model(model.from_) if model.from_ else None
+            source = find_model(model.from_, config=model.config) if model.from_ else None
             small = small_copy(architecture(model, source, _VOCABULARY, _SEQ_LEN), _VOCABULARY)
             file = Path(scratch) / "config.json"
             file.write_text(small.to_json_string(use_diff=False))
