@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,8 @@ def parser() -> Parser:
     latency = "latency of a small message between two ranks, in microseconds (default: as in the run)"
     made.add_argument("--latency_us", type=above_0, metavar="X", help=latency)
     failures = "how often a rank or host of the job fails (default: 0)"
-    made.add_argument("--failures_per_day", type=float, default=0.0, metavar="X", help=failures)
+    rate = partial(above_0, most=1e9, or_0=True)
+    made.add_argument("--failures_per_day", type=rate, default=0.0, metavar="X", help=failures)
     made.add_argument("--config", type=local, metavar="FILE", help="YAML file with options")
     made.add_argument("--elastic", action="store_true", help="of a job in which ranks may come and go")
     made.add_argument("--json", action="store_true", help="print one JSON object")
@@ -60,7 +62,10 @@ def main(argv: list[str]) -> int:
 
     Errors: ConfigError: the options do not go together, or not with this number of ranks.
     """
-    options, rest = parser().parse_known_args(argv)
+    made = parser()
+    options, rest = made.parse_known_args(argv)
+    if options.hosts is not None and options.hosts > options.ranks:
+        made.error(f"--hosts {options.hosts} are more than the {options.ranks} rank(s) of --ranks")
     from hvdtrain.config.parse import parse_argv
     from hvdtrain.plan.description import describe
     from hvdtrain.plan.plan import plan_of

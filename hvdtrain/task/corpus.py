@@ -15,10 +15,11 @@ from hvdtrain.errors import ConfigError, DataError, listed
 from hvdtrain.task.chat import chat_source
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
+from hvdtrain.task.formats import FORMATS
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.source_files import files_matching, hub_advice
 from hvdtrain.task.text_config import TextConfig, check_data
-from hvdtrain.task.text_sources import Source, standard_library, text_source
+from hvdtrain.task.text_sources import Source, has_rows, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
 from hvdtrain.task.token_loss import COUNTED, MARKS
 
@@ -176,6 +177,13 @@ def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder,
     skips = config.on_error == "skip"
     if config.chat:
         return [chat_source(files, encoder, config.heldout, config.seq_len, skips=skips) for files in listed_files]
+    if config.field and not any(map(has_rows, listed_files)):
+        raise ConfigError(
+            f"--data.field {config.field} has no effect",
+            expected=f"files with rows: {', '.join(FORMATS)}",
+            found=listed(seen),
+            next_step="omit it, or end the names of the files in their format",
+        )
     return [text_source(files, encoder, config.heldout, name=config.field, skips=skips) for files in listed_files]
 
 

@@ -95,10 +95,11 @@ def check_data(config: TextConfig) -> None:
             expected="an end token only if documents, not conversations, are separate",
             next_step="add --data.documents separate, or omit --data.end_token",
         )
-    if config.field is not None and config.kind != "text":
+    if config.field is not None and not config.text:
         raise ConfigError(
             "data.field has no effect",
-            expected=f"a field with the text of rows, for data.text, not data.{config.kind}",
+            expected="a field with the text of rows, for data.text",
+            found=f"data.{config.kind}" if config.names else "no data.text",
             next_step="omit --data.field",
         )
     if config.validation and (config.weights is not None or config.heldout != TextConfig.heldout):

@@ -9,10 +9,11 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import ConfigError, DataError, listed
+from hvdtrain.errors import DataError, listed
 from hvdtrain.task.encode import Document
 from hvdtrain.task.formats import FORMATS, MISSING, ROWS_FORMAT, Row, Skipped, read_rows, value_of
 from hvdtrain.task.source_files import SourceFile, local_files, opened
@@ -75,17 +76,8 @@ def text_source(
 
     With files of rows, it holds out whole documents, evenly spread. `name`: of the field with the text, if it is known.
     `skips`: rows without a text are left out, otherwise refused.
-
-    Errors: ConfigError: a field is named, but there are no rows.
     """
-    rows = _Documents(files, name, heldout, Skipped(skips)) if any(map(_has_rows, files)) else None
-    if name and not rows:
-        raise ConfigError(
-            f"--data.field {name} has no effect",
-            expected=f"files with rows: {', '.join(FORMATS)}",
-            found=listed(file.path for file in files),
-            next_step="omit it, or end the names of the files in their format",
-        )
+    rows = _Documents(files, name, heldout, Skipped(skips)) if has_rows(files) else None
     chosen = set() if rows else _choose_heldout(files, heldout)
 
     def part(*, held: bool) -> Iterator[Ids]:
@@ -111,8 +103,9 @@ def is_held(number: int, share: float) -> bool:
     return int((number + 1) * share) > int(number * share)
 
 
-def _has_rows(file: SourceFile) -> bool:
-    return file.endings[0] in FORMATS
+def has_rows(files: Sequence[SourceFile]) -> bool:
+    """Return whether a document of any of the files is a row."""
+    return any(file.endings[0] in FORMATS for file in files)
 
 
 @dataclass
@@ -142,7 +135,7 @@ class _Documents:
 
     def _all(self, skipped: Skipped) -> Iterator[Document]:
         for file in self.files:
-            if not _has_rows(file):
+            if not has_rows([file]):
                 yield _whole(file)
                 continue
             for row in read_rows(file, [self.name]):
@@ -173,8 +166,9 @@ class _Documents:
         """The name of the field with the text: given, or guessed from the first row that is not broken."""
         if self.given:
             return self.given
-        rows = (row for file in self.files if _has_rows(file) for row in read_rows(file, ()))
-        row = next((row for row in rows if isinstance(row.values, Mapping)), Row({}, self.files[0].path))
+        rows = (row for file in self.files if has_rows([file]) for row in read_rows(file, ()))
+        first = next(rows, Row({}, self.files[0].path, "no row with fields"))
+        row = next((row for row in chain([first], rows) if isinstance(row.values, Mapping)), first._replace(values={}))
         texts = [name for name, value in row.values.items() if isinstance(value, str)]
         known = [name for name in _FIELDS if name in row.values]
         if known or len(texts) == 1:
@@ -182,7 +176,7 @@ class _Documents:
         raise DataError(
             f"the field with the text is unknown in {row.place}",
             expected=f"the field {' or '.join(_FIELDS)}, or a single one with text",
-            found=f"the fields {listed(row.values, most=8)}" if row.values else "no row with fields",
+            found=f"the fields {listed(row.values, most=8)}" if row.values else first.broken or "no row with fields",
             next_step="use --data.field NAME, or --data.chat for conversations",
         )
 

@@ -152,7 +152,13 @@ def test_what_cannot_work_ends_the_run_before_its_first_step(wrong: str, monkeyp
     assert not read_steps(Path("run/journal.jsonl"))
 
 
-@pytest.mark.parametrize("option", ["prometheus 0", "prometheus 65536", "prometheus job.txt", "otlp collector:4318"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("prometheus 0", "prometheus 65536", "prometheus job.txt"),
+        *("otlp collector:4318", "otlp http://:4318", "otlp http://[bad", "otlp http://collector:99999"),
+    ],
+)
 def test_wrong_values_are_refused(option: str) -> None:
     name, value = option.split()
     with pytest.raises(hvdtrain.HvdtrainError, match=f"--observe.{name} is .* out of range"):

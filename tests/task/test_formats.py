@@ -91,6 +91,14 @@ def test_rows_are_the_documents_of_plain_files(tmp_path: Path, ending: str, comp
     assert corpus.note == "3 files: 60 documents, by field 'text' (guessed, see --data.field)"
 
 
+def test_a_field_is_used_where_a_source_has_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(as_lines(rows_of(TEXTS)))
+    (tmp_path / "b.txt").write_text("plain text " * 50)
+    names = [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.txt"]
+    corpus = open_corpus(TextConfig(text=names, weights=[1.0, 1.0], seq_len=8, field="text"))
+    assert "60 documents, by field 'text'" in corpus.note
+
+
 def _train(folder: Path, *options: str, size: int) -> Recorded:
     common = ("--model.preset=tiny", "--train.steps=3", "--train.global_batch=4", "--data.seq_len=32")
     return record_on_threads(folder, *common, "--train.micro_batch=2", "--train.eval_every=1", *options, size=size)
@@ -201,6 +209,7 @@ PARQUET = as_parquet(rows_of(TEXTS))
         ({"a.jsonl": as_lines([{"id": i} for i in range(9)])}, {}, DataError, "is unknown in.*fields id.*--data.field"),
         ({"a.jsonl": as_lines([{"x": "a", "y": "b"}])}, {}, DataError, "is unknown in.*fields x, y"),
         ({"a.csv": b"text\n"}, {}, DataError, "is unknown in.*no row with fields"),
+        ({"a.jsonl": b"{\n}\n"}, {}, DataError, "is unknown in.*line 1.*not JSON"),
         ({"a.parquet": PARQUET}, {"field": "id"}, DataError, "row 1 has no text.*type int"),
         ({"a.parquet": PARQUET}, {"field": "id", "on_error": "skip"}, DataError, "empty.*60 not text"),
         ({"a.parquet": PARQUET, "b.parquet": as_parquet([{"body": "x"}])}, {}, DataError, "b.parquet, row 1.*body"),
@@ -213,6 +222,7 @@ PARQUET = as_parquet(rows_of(TEXTS))
         ({"a.csv.zst": as_zstandard(b"text\na\n")[:-3]}, {}, DataError, "cannot read the file.*Truncated"),
         ({"a.txt": b"text " * 50}, {"field": "text"}, ConfigError, "data.field text has no effect.*a.txt"),
         ({"a.jsonl": as_lines(ROWS[:1] * 9)}, {"tokens": "x", "text": None, "field": "y"}, ConfigError, "no effect"),
+        ({"a.jsonl": b"{}"}, {"text": None, "field": "y"}, ConfigError, "no effect.*no data.text"),
         ({"a.jsonl": b"{}"}, {"validation": "v", "heldout": 0.1}, ConfigError, "data.validation and data.heldout"),
         ({"a.jsonl": b"{}"}, {"validation": "v", "weights": [1.0]}, ConfigError, "data.validation and data.weights"),
         ({"a.txt": b"text " * 50}, {"validation": "/none/*"}, DataError, "'/none/.'.*correct --data.validation"),

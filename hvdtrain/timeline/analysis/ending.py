@@ -20,6 +20,8 @@ from hvdtrain.timeline.analysis.rank_steps import start_up_steps
 from hvdtrain.timeline.analysis.stats import mean_of
 
 LEAST_STEPS = 16
+_AT_END = ("finished", "stop_at")
+"""Why a run ends that has not ended early."""
 _Z_975, _Z_95 = 1.959964, 1.644854
 _BETWEEN = 0.03
 """How much the mean steps of two equal jobs differ, as a share: one standard deviation."""
@@ -58,7 +60,8 @@ def pace_of(starts: Sequence[JournalStart]) -> Pace | None:
         by_use = {use: hours / sum(used.hours.values()) * _whole_s(start) for use, hours in used.hours.items()}
         evaluated, saved = (len(start.events_named(name)) for name in ("evaluation", "checkpoint"))
         beginning = by_use.get(START_UP, 0.0) + by_use.get(RESTARTS, 0.0)
-        each = (by_use.get(use, 0.0) / max(1, count) for use, count in ((EVALUATIONS, evaluated), (PAUSES, saved)))
+        counts = ((EVALUATIONS, evaluated), (PAUSES, saved))
+        each = (by_use.get(use, 0.0) / count if count else 0.0 for use, count in counts)
         return Pace(size, len(seconds), mean_of(seconds), beginning, *each)
     return None
 
@@ -121,9 +124,9 @@ class Kept:
 
 
 def kept(starts: Sequence[JournalStart]) -> Kept | None:
-    """Return how a finished run kept its first promise; None without one, or if other ranks took over."""
-    events = [[event for event in start.events if event["event"] in ("promise", "finished")] for start in starts[-1:]]
-    named = {event["event"]: numbers(event) for event in reversed(events[0] if events else [])}
+    """Return how a run kept its first promise; None without one, if other ranks took over, or if it ended early."""
+    events = [event for start in starts[-1:] for event in start.events if event.get("reason", "finished") in _AT_END]
+    named = {event["event"].replace("stopped", "finished"): numbers(event) for event in reversed(events)}
     promise, end = named.get("promise", {}), named.get("finished", {}).get("time")
     if end is None or not promise.keys() >= {"at_step", "time", "end", "low", "high"}:
         return None

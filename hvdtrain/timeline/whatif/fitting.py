@@ -130,7 +130,8 @@ def link_between(evidence: Evidence, job: Job, gbit: float | None) -> FittedLink
         raise ConfigError(
             f"the link between {ranks.hosts} hosts is unknown: the run has exchanged nothing between hosts",
             expected=f"its bandwidth: {ranks.size} ranks with {ranks.per_host} on a host need {ranks.hosts} hosts",
-            next_step=f"set its bandwidth: --bandwidth_gbit 10; or use one host: --ranks_per_host {ranks.size}",
+            next_step="set its bandwidth: --bandwidth_gbit 10; or use one host: --ranks_per_host"
+            f" {ranks.size}, of hvdtrain plan --hosts 1",
         )
     return FittedLink(NETWORK, "as given; small messages take 30 us unless --latency_us is given", 0.0)
 

@@ -23,6 +23,9 @@ from hvdtrain.timeline.whatif.read_run import read_evidence
 
 _WAYS = ({"compression": "fp16"}, {"compression": "int8"}, {"compression": "powersgd:4"}, {"shard": "optimizer"},
          {"bucket_mib": 8.0}, {"bucket_mib": 64.0})  # fmt: skip
+_SAME = {"train": ("micro_batch", "compile", "tf32", "deterministic"), "memory": ("offload", "checkpointing"),
+         "optimizer": ("name",)}  # fmt: skip
+"""Options that change how long a step takes, in a way that is not predicted."""
 _WORTH, _MOST_WAYS = 0.97, 3
 _S_PER_DAY = 86400.0
 
@@ -59,23 +62,24 @@ def outlook(folder: Path, asked: Asked) -> list[tuple[str, str]]:
         if change != Change():
             return [*found, ("step", ": ".join(filter(None, ("unknown", error.what, error.next_step))))]
         at = pace
-    end = _ending(at, asked)
     how = "as measured" if change == Change() else "predicted"
-    found.append(("step", f"{wording.quantity(_in_ms(at.step_s), unit='ms')}, {how}"))
+    found.append(("step", f"{wording.quantity(_in_ms(at.step_s), unit=' ms')}, {how}"))
+    if asked.config.train.epochs is not None:
+        why = "unknown: how many steps --train.epochs takes; use --train.epochs null --train.steps N"
+        return [*found, ("end", why)]
+    end = _ending(at, asked)
+    if math.isinf(end.seconds.value):
+        why = f"{asked.failures_per_day:g} failure(s) a day cost more time than there is"
+        return [*found, ("end", f"step {_steps(asked)} is never reached: {why}"), _checkpoints(at, asked, end)]
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in end.parts.items() if seconds >= 0.5)
-    found.append(("end", f"step {_steps(asked)} after {_within(end.seconds)}: {parts}"))
+    found.append(("end", f"step {_steps(asked)} after {_within(end.seconds)}{parts and ': '}{parts}"))
     if asked.deadline_s is not None:
         sure = 0.5 * (1 + math.erf((asked.deadline_s - end.seconds.value) / max(1e-9, _sigma(end)) / math.sqrt(2)))
         found.append(("deadline", f"{duration(asked.deadline_s)} is kept with a probability of {sure:.0%}"))
     found.append(("cost", _cost(end, asked.ranks, cost)))
     found.append(("memory", _memory(starts[-1].events_named("memory"), change)))
     if asked.failures_per_day:
-        best, now = best_every(at, asked.failures_per_day / _S_PER_DAY), asked.config.checkpoint.every
-        saved_s = end.seconds.value - _ending(at, asked, best).seconds.value
-        text = f"every {best:,} steps ({duration(best * at.step_s.value)}) cost least with {asked.failures_per_day:g}"
-        found.append(
-            ("checkpoints", f"{text} failure(s) a day: the job ends {duration(saved_s)} sooner than with {now}")
-        )
+        found.append(_checkpoints(at, asked, end))
     if evidence is not None:
         found += _faster(evidence, pace, change, asked, end)
     return found
@@ -85,13 +89,15 @@ def _change(was: Mapping[str, Any], asked: Asked, pace: Pace) -> Change | str:
     """Return how the job differs from the run; a reason if it cannot be predicted from it."""
     config, train, parallel = asked.config, as_mapping(was.get("train")), as_mapping(was.get("parallel"))
     known = {"engine", "shard", "compression", "bucket_mib"}
+    names = {"parallel": [field.name for field in fields(ParallelConfig) if field.name not in known], **_SAME}
     other = [
-        f"--parallel.{field.name}"
-        for field in fields(ParallelConfig)
-        if field.name not in known and parallel.get(field.name) != getattr(config.parallel, field.name)
+        f"--{section}.{name}"
+        for section, each in names.items()
+        for name in each
+        if as_mapping(was.get(section)).get(name) != getattr(getattr(config, section), name)
     ]
-    if train.get("micro_batch") != config.train.micro_batch:
-        other.append("--train.micro_batch")
+    if was.get("precision") != config.precision:
+        other.append("--precision")
     if other:
         return f"the run had another {other[0]}; record 50 steps with it"
     given: dict[str, Any] = {"bandwidth_gbit": asked.bandwidth_gbit, "latency_us": asked.latency_us}
@@ -123,7 +129,21 @@ def _at(pace: Pace, evidence: Evidence, change: Change) -> Pace:
 
 
 def _steps(asked: Asked) -> int:
-    return asked.config.train.stop_at or asked.config.train.steps
+    train = asked.config.train
+    return min(train.steps, train.stop_at or train.steps)
+
+
+def _checkpoints(pace: Pace, asked: Asked, end: Ending) -> tuple[str, str]:
+    """Return how many steps between checkpoints cost least."""
+    if not pace.save_s:
+        return ("checkpoints", "unknown: the run has not saved one")
+    best, now = best_every(pace, asked.failures_per_day / _S_PER_DAY), asked.config.checkpoint.every
+    text = "one at the end costs"
+    if best < _steps(asked):
+        text = f"every {best:,} steps ({duration(best * pace.step_s.value)}) cost"
+    saved_s = end.seconds.value - _ending(pace, asked, best).seconds.value
+    sooner = f": the job ends {duration(max(0.0, saved_s))} sooner than with {now}" if math.isfinite(saved_s) else ""
+    return ("checkpoints", f"{text} least with {asked.failures_per_day:g} failure(s) a day{sooner}")
 
 
 def _ending(pace: Pace, asked: Asked, save_every: int | None = None) -> Ending:

@@ -17,6 +17,7 @@ from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.schema import ObserveConfig
+from hvdtrain.config.sync import outer_plan
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
@@ -148,7 +149,9 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
     if current.comm.rank == 0:
         evaluate_every = config.train.eval_every or config.checkpoint.every
         due = (current.stop, evaluate_every, config.checkpoint.every)
-        recorder.add_sink(partial(Promise, *due, recorder.say, recorder.event), "promise")
+        round_steps = 1 if (outer := outer_plan(config)) is None else outer.every
+        make = partial(Promise, *due, recorder.say, recorder.event, round_steps=round_steps)
+        recorder.add_sink(make, "promise")
     for option in _EXPORTERS:
         if (to := getattr(config.observe, option)) is not None:
             _add_exporter(current, option, to)

@@ -59,8 +59,11 @@ class Promise:
     least_s: float = 30.0
     least_steps: int = 30
     """For the first promise, and between two looks at whether it holds."""
+    round_steps: int = 1
+    """Steps between two exchanges of workers that train apart: only whole rounds tell how long a step takes."""
 
     def __post_init__(self) -> None:
+        self.least_steps = -(-self.least_steps // self.round_steps) * self.round_steps
         self._begin()
 
     def write(self, record: Record) -> None:
@@ -81,7 +84,8 @@ class Promise:
         self._saves: list[float] = []
         self._evaluated = self._seen = 0  # evaluations before the newest step; steps
         self._last_s = 0.0
-        self._blocks: list[_Block] = []  # since the promise
+        self._blocks: list[_Block] = []  # since the promise, without some of the middle
+        self._steps, self._steps_s = 0, 0.0  # all steps since the promise
         self._pace: Pace | None = None  # that it is based on
         self._usual_s: dict[str, float] = {}  # parts of a step then
         self._end_s = Estimate(0.0, 0.0, 0.0)  # since 1970
@@ -98,6 +102,7 @@ class Promise:
             self._blocks.append(_Block(step, now_s - step_s))
         block = self._blocks[-1]
         block.seconds.append(step_s)
+        self._steps, self._steps_s = self._steps + 1, self._steps_s + step_s
         for part, key in JOURNAL_KEYS.items():
             block.parts[part] += float(record.get(key, 0.0))
         if self._is_whole(now_s):
@@ -140,6 +145,7 @@ class Promise:
         left = self._left(pace, step).seconds
         self._pace, self._end_s = pace, Estimate(now_s + left.value, now_s + left.low, now_s + left.high)
         self._usual_s = {part: self._blocks[-1].part_s(part) for part in JOURNAL_KEYS}
+        self._steps, self._steps_s = 0, 0.0
         self._blocks, self._evaluations, self._saves = [], self._evaluations[-1:], self._saves[-1:]
         self._evaluated = len(self._evaluations)
         end = {"end": self._end_s.value, "low": self._end_s.low, "high": self._end_s.high}
@@ -154,12 +160,12 @@ class Promise:
         more_s = pace.step_s.value - was.step_s.value
         grown = {part: self._blocks[-1].part_s(part) - usual_s for part, usual_s in self._usual_s.items()}
         part = max(grown, key=grown.__getitem__)
-        took_s, steps = (sum(f(block.seconds) for block in self._blocks) for f in (sum, len))
+        repeated = self._steps - (step - self._blocks[0].first + 1)
         usual_s = was.evaluation_s * (len(self._evaluations) - 1) + was.save_s * (len(self._saves) - 1)
-        between_s = now_s - self._blocks[0].begin_s - took_s - usual_s
+        between_s = now_s - self._blocks[0].begin_s - self._steps_s - usual_s
         ways = [
             (
-                more_s * (self.stop - step) + took_s - steps * was.step_s.value,
+                more_s * (self.stop - step) + self._steps_s - self._steps * was.step_s.value,
                 f"since step {recent[0].first:,} a step takes {_ms(pace.step_s.value)} ms instead of"
                 f" {_ms(was.step_s.value)} ms, {_NAMES.get(part, part)} {_ms(grown[part])} ms more",
             ),
@@ -171,6 +177,7 @@ class Promise:
                 (pace.save_s - was.save_s) * (saves + len(self._saves)),
                 f"checkpoints stop training for {pace.save_s:.1f} s instead of {was.save_s:.1f} s",
             ),
+            (repeated * was.step_s.value, f"{repeated:,} steps were repeated after roll backs"),
             (between_s, f"{between_s:.0f} s more passed between steps"),
         ]
         return f"the end at {_clock(self._end_s.value)} does not hold: {max(ways)[1]}; it "

@@ -86,5 +86,9 @@ def test_a_kept_promise_is_one_of_the_last_start() -> None:
     start = JournalStart({}, events=[promise, {**promise, "end": 3000.0}, finished])
     found = kept([JournalStart({}), start])
     assert found is not None and (found.at_step, found.late_s, found.share, found.is_within) == (35, 50.0, 0.05, True)
+    stopped = {**finished, "event": "stopped", "reason": "stop_at"}
+    assert kept([JournalStart({}, events=[promise, stopped])]) == found
+    for event, reason in (("stopped", "SIGTERM"), ("finished", "3 evaluations in a row were not better")):
+        assert kept([JournalStart({}, events=[promise, {**finished, "event": event, "reason": reason}])]) is None
     assert kept([start, JournalStart({})]) is None and kept([]) is None
     assert kept([JournalStart({}, events=[{**promise, "end": "x"}, finished])]) is None

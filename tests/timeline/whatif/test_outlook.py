@@ -15,7 +15,7 @@ from tests.support.whatif_run import GBIT, run_folder
 STEP_S = 0.186
 
 
-def _run(tmp_path: Path, **options: Any) -> Path:
+def _run(tmp_path: Path, *, saves: bool = False, **options: Any) -> Path:
     """Write a run of two ranks with the config and the times that training writes."""
     path = run_folder(tmp_path / "run", size=2, steps=60, link=GBIT, wait_ms=20.0)
     config = parse_argv(["--train.global_batch=8", "--train.micro_batch=4", "--train.steps=60"], None).resolved
@@ -26,6 +26,9 @@ def _run(tmp_path: Path, **options: Any) -> Path:
         line = json.loads(text)
         now += line["step_s"]
         lines.append({**line, "time": now})
+    if saves:
+        now += 2.0
+        lines.append({"event": "checkpoint", "at_step": 60, "time": now})
     lines.append({"event": "memory", "at_step": 60, "where": "host", "mib": {"parameters": 100.0}, "time": now})
     (path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path / "config.yaml"
@@ -45,7 +48,38 @@ def test_the_end_of_the_same_job_is_that_of_its_steps(tmp_path: Path, capsys: py
     longer = _plan(config, capsys, "--ranks", "2", "--train.steps", "100000", "--deadline", "1h")
     assert longer["deadline"].endswith(" 0%")
     failing = _plan(config, capsys, "--ranks", "2", "--train.steps", "100000", "--failures_per_day", "24")
-    assert "cost least with 24 failure(s)" in failing["checkpoints"] and "failures" in failing["end"]
+    assert "unknown" in failing["checkpoints"] and "failures" in failing["end"]
+
+
+def test_checkpoints_cost_least_at_a_distance_that_failures_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _run(tmp_path, saves=True)
+    for rate, words in (("24", "least with 24 failure(s)"), ("1e-300", "one at the end costs"), ("1e8", "every 1 ")):
+        found = _plan(config, capsys, "--ranks", "2", "--train.steps", "9000", "--failures_per_day", rate)
+        assert words in found["checkpoints"]
+    assert "is never reached" in found["end"]
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "words"),
+    [
+        (["--train.steps", "60", "--train.stop_at", "500"], "end", "step 60 after"),
+        (["--train.epochs", "2"], "end", "unknown: how many steps"),
+        (["--precision", "bf16"], "step", "unknown: the run had another --precision"),
+        (["--memory.checkpointing", "full"], "step", "unknown: the run had another --memory.checkpointing"),
+    ],
+)
+def test_no_end_is_said_of_steps_that_were_not_measured_or_will_not_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], name: str, words: str
+) -> None:
+    assert words in _plan(_run(tmp_path), capsys, "--ranks", "2", *more)[name]
+
+
+@pytest.mark.parametrize("more", [["--failures_per_day", "-1"], ["--failures_per_day", "nan"], ["--hosts", "9"]])
+def test_impossible_numbers_are_refused(tmp_path: Path, more: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--config", str(_run(tmp_path)), "--ranks", "2", *more])
 
 
 def test_another_job_is_predicted_with_what_would_be_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
