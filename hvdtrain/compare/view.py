@@ -24,8 +24,8 @@ from hvdtrain.timeline.report.page import render
 from hvdtrain.timeline.report.terminal import shorten
 
 _LABELS = {"loss": "training loss", "heldout_loss": "held-out loss"}
-_COSTS = {"seconds": "time of training", "device_hours": "device-hours", "energy_kwh": "energy, kWh", "money": "money"}
-_COSTS |= {"late_percent": "% later than promised"}
+_COSTS = {"seconds": "time of training", "device_hours": "device-hours", "energy_kwh": "energy, kWh", "money": "money",
+          "late_percent": "% later than promised"}  # fmt: skip
 _UNKNOWN = "-"
 
 _WIDTH = 80

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from hvdtrain.errors import listed
+from hvdtrain.observe.output import duration
 from hvdtrain.timeline.analysis import analysis
 
 _LEAST_LOST = 0.005
@@ -65,6 +66,11 @@ def interval(estimate: analysis.Estimate, places: int | None = None) -> str:
 def quantity(estimate: analysis.Estimate, places: int | None = None, unit: str = "") -> str:
     """Format milliseconds with their interval, if there is one."""
     return f"{ms(estimate.value, places)}{unit} {interval(estimate, places)}".rstrip()
+
+
+def durations(seconds: analysis.Estimate) -> str:
+    """Format a long time with its interval, as ``1:12:30 [1:06:00 .. 1:20:00]``."""
+    return f"{duration(seconds.value)} [{duration(seconds.low)} .. {duration(seconds.high)}]"
 
 
 def percent(share: float) -> str:

@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdtrain.observe.cost import S_PER_HOUR, devices_of
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.goodput import EVALUATIONS, PAUSES, RESTARTS, START_UP, goodput_of
 from hvdtrain.timeline.analysis.rank_steps import start_up_steps
-from hvdtrain.timeline.analysis.stats import mean_of
+from hvdtrain.timeline.analysis.stats import Z_975, mean_of
 
 LEAST_STEPS = 16
 _AT_END = ("finished", "stop_at")
 """Why a run ends that has not ended early."""
-_Z_975, _Z_95 = 1.959964, 1.644854
+_Z_95 = 1.644854
 _BETWEEN = 0.03
 """How much the mean steps of two equal jobs differ, as a share: one standard deviation."""
 _OF_PAUSES = 0.3
@@ -48,6 +49,11 @@ class Ending:
     seconds: Estimate
     parts: Mapping[str, float]
 
+    def probability(self, deadline_s: float) -> float:
+        """Return how likely it is that the end comes before `deadline_s`."""
+        deviation_s = max(1e-9, (self.seconds.high - self.seconds.value) / _Z_95)
+        return 0.5 * (1 + math.erf((deadline_s - self.seconds.value) / deviation_s / math.sqrt(2)))
+
 
 def pace_of(starts: Sequence[JournalStart]) -> Pace | None:
     """Return the pace of the newest start with `LEAST_STEPS` steps; None without one."""
@@ -57,17 +63,13 @@ def pace_of(starts: Sequence[JournalStart]) -> Pace | None:
         seconds = seconds[start_up_steps(seconds) :]
         if used is None or not isinstance(size, int) or len(seconds) < LEAST_STEPS:
             continue
-        by_use = {use: hours / sum(used.hours.values()) * _whole_s(start) for use, hours in used.hours.items()}
+        by_use = {use: hours * S_PER_HOUR / devices_of(start) for use, hours in used.hours.items()}
         evaluated, saved = (len(start.events_named(name)) for name in ("evaluation", "checkpoint"))
         beginning = by_use.get(START_UP, 0.0) + by_use.get(RESTARTS, 0.0)
         counts = ((EVALUATIONS, evaluated), (PAUSES, saved))
         each = (by_use.get(use, 0.0) / count if count else 0.0 for use, count in counts)
         return Pace(size, len(seconds), mean_of(seconds), beginning, *each)
     return None
-
-
-def _whole_s(start: JournalStart) -> float:
-    return max(0.0, start.last_time - float(start.started["time"]))
 
 
 def due(step: int, stop: int, every: int) -> int:
@@ -99,7 +101,7 @@ def ending(
     left = 1 - failures_per_s * lost_s
     whole = base / left if left > 0 else math.inf
     parts["failures"] = whole - base
-    of_mean = (pace.step_s.high - mean) / _Z_975
+    of_mean = (pace.step_s.high - mean) / Z_975
     errors = [
         steps * of_mean,
         math.sqrt(steps * pace.steps) * of_mean,  # of the steps to come

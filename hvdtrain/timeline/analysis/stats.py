@@ -14,11 +14,11 @@ from hvdtrain.timeline.columns import Floats
 BATCHES = 20
 """Largest number of batches; Schmeiser recommends 10 to 30 (Operations Research 30, 1982)."""
 
-_Z_975 = 1.959964
+Z_975 = 1.959964
 _DOUBT = 1.5
 
 
-def student(degrees: float, *, z: float = _Z_975) -> float:
+def student(degrees: float, *, z: float = Z_975) -> float:
     """Return the quantile of Student's t with the probability of the normal quantile `z`.
 
     Cornish-Fisher expansion, Abramowitz and Stegun 26.7.5: within 2% from 3 degrees on; exact for 1 and 2.

@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdtrain.config.schema import Config, ParallelConfig
 from hvdtrain.errors import ConfigError, DataError
-from hvdtrain.observe.cost import Cost, as_mapping, cost_of, money, number
+from hvdtrain.observe.cost import S_PER_HOUR, Cost, as_mapping, cost_of, money, number
 from hvdtrain.observe.output import duration
 from hvdtrain.observe.past_journal import read_journal_starts
 from hvdtrain.run_layout import RunLayout
@@ -72,9 +72,9 @@ def outlook(folder: Path, asked: Asked) -> list[tuple[str, str]]:
         why = f"{asked.failures_per_day:g} failure(s) a day cost more time than there is"
         return [*found, ("end", f"step {_steps(asked)} is never reached: {why}"), _checkpoints(at, asked, end)]
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in end.parts.items() if seconds >= 0.5)
-    found.append(("end", f"step {_steps(asked)} after {_within(end.seconds)}{parts and ': '}{parts}"))
+    found.append(("end", f"step {_steps(asked)} after {wording.durations(end.seconds)}{parts and ': '}{parts}"))
     if asked.deadline_s is not None:
-        sure = 0.5 * (1 + math.erf((asked.deadline_s - end.seconds.value) / max(1e-9, _sigma(end)) / math.sqrt(2)))
+        sure = end.probability(asked.deadline_s)
         found.append(("deadline", f"{duration(asked.deadline_s)} is kept with a probability of {sure:.0%}"))
     found.append(("cost", _cost(end, asked.ranks, cost)))
     found.append(("memory", _memory(starts[-1].events_named("memory"), change)))
@@ -152,20 +152,12 @@ def _ending(pace: Pace, asked: Asked, save_every: int | None = None) -> Ending:
     return ending(pace, steps, evaluations, due(0, steps, save_every or every), failures_per_s=rate)
 
 
-def _sigma(end: Ending) -> float:
-    return (end.seconds.high - end.seconds.value) / 1.644854
-
-
 def _in_ms(seconds: Estimate) -> Estimate:
     return Estimate(*(1e3 * each for each in (seconds.value, seconds.low, seconds.high)))
 
 
-def _within(seconds: Estimate) -> str:
-    return f"{duration(seconds.value)} [{duration(seconds.low)} .. {duration(seconds.high)}]"
-
-
 def _cost(end: Ending, ranks: int, cost: Cost | None) -> str:
-    low, value, high = (ranks * each / 3600 for each in (end.seconds.low, end.seconds.value, end.seconds.high))
+    low, value, high = (ranks * each / S_PER_HOUR for each in (end.seconds.low, end.seconds.value, end.seconds.high))
     text = f"{number(value)} device-hours [{number(low)} .. {number(high)}]"
     if cost is None or not cost.device_hours:
         return text

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.observe.output import duration
 from hvdtrain.observe.sinks import Record
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
@@ -150,8 +149,7 @@ class Promise:
         self._evaluated = len(self._evaluations)
         end = {"end": self._end_s.value, "low": self._end_s.low, "high": self._end_s.high}
         self.event({"event": "promise", "at_step": step, **end, **({"why": why} if why else {})})
-        low, high = (duration(each) for each in (left.low, left.high))
-        self.say(f"{why or 'the run '}ends at {_clock(self._end_s.value)}, in {duration(left.value)} [{low} .. {high}]")
+        self.say(f"{why or 'the run '}ends at {_clock(self._end_s.value)}, in {wording.durations(left)}")
 
     def _why(self, step: int, now_s: float, pace: Pace, recent: list[_Block]) -> str:
         """Return what delays the end most, and since when."""
