@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.support.launch import train
 from tests.support.reference import page as reference
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
+from tests.support.web_server import posts
 
 ROOT = Path(__file__).parents[1]
 PROFILING = (ROOT / "docs" / "profiling.md").read_text()
@@ -30,23 +29,8 @@ TOY = ROOT / "tests" / "support" / "toy.py"
 
 @pytest.fixture
 def server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    taken: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}", taken
-        listening.shutdown()
-        thread.join()
+    with posts(lambda request, body: json.loads(body)) as found:
+        yield found
 
 
 def test_the_web_tracker(

@@ -6,13 +6,11 @@ import json
 import math
 import socket
 import subprocess
-import threading
 import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from tests.support.host import required_tool
 from tests.support.launch import ROOT, TIMEOUT_S, training
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
+from tests.support.web_server import posts
 
 JOB = ("--task", "tests/support/toy.py:toy", "--train.steps", "40", "--checkpoint.every", "0", "--run_dir", "run")
 STEP = {"step": 1, "time": 9.0, "loss": 2.0, "lr": 0.1, "grad_norm": math.nan, "tokens": 8.0, "step_s": 0.5}
@@ -168,24 +167,14 @@ def test_wrong_values_are_refused(option: str) -> None:
 @pytest.fixture
 def collector() -> Iterator[tuple[str, list[Any]]]:
     """A collector of OpenTelemetry: its URL, and what it has received."""
-    received: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.append((self.path, self.headers["Content-Type"], ExportMetricsServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", received
-        server.shutdown()
-        thread.join()
+    with posts(
+        lambda request, body: (
+            request.path,
+            request.headers["Content-Type"],
+            ExportMetricsServiceRequest.FromString(body),
+        )
+    ) as found:
+        yield found
 
 
 def test_a_collector_of_opentelemetry_gets_the_same(collector: tuple[str, list[Any]]) -> None:
