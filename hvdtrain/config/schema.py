@@ -9,7 +9,6 @@ from typing import Literal
 LEARNING_RATES: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.1, "muon": 8e-3, "adafactor": 3e-2}
 """Default of `OptimizerConfig.lr` by `name`."""
 
-AUTO = "auto"
 """Value of the micro-batch: find it."""
 
 
@@ -80,9 +79,6 @@ class ParallelConfig:
         virtual_stages: number of groups of layers on each rank of a pipeline (interleaved 1F1B): stages wait less by
             this factor, and send as many times more. Needs a multiple of pp micro-batches in each pipeline.
             Not with engine fsdp
-        zero_bubble: let stages of a pipeline compute gradients of weights while they would wait (zero bubble, ZB-H1):
-            they wait about a third as long, and the last stages use more memory. Not with train.compile or
-            engine fsdp
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
@@ -111,7 +107,6 @@ class ParallelConfig:
     cp: int = 1
     pp: int = 1
     virtual_stages: int = 1
-    zero_bubble: bool = False
     dp_shard: int | None = None
     sync: str = "every_step"
     workers: int | None = None
@@ -180,8 +175,8 @@ class TrainConfig:
         epochs: passes over the training data, also fractions (default: train.steps instead)
         stop_at: stop after this step without changing the schedule (default: the last step)
         global_batch: samples per optimizer step over all ranks; independent of the number of ranks
-        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch. auto finds the
-            largest power of two that fits the memory of every GPU
+        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch. hvdtrain fit
+            --largest predicts how many fit
         clip: largest L2 norm of the gradient; 0 disables clipping
         eval_every: evaluate every N steps, and at the start and the end; the best evaluation is saved at once
             (default: at each periodic checkpoint)
@@ -210,7 +205,7 @@ class TrainConfig:
     epochs: float | None = None
     stop_at: int | None = None
     global_batch: int = 16
-    micro_batch: int | Literal["auto"] = 2
+    micro_batch: int = 2
     clip: float = 1.0
     eval_every: int | None = None
     eval_samples: int = 64
@@ -223,12 +218,6 @@ class TrainConfig:
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False
     compile: bool = False
-
-    @property
-    def pass_samples(self) -> int:
-        """The micro-batch, which is known: given, or found."""
-        assert isinstance(self.micro_batch, int)
-        return self.micro_batch
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--parallel.compression": "compression compressor",
     "--parallel.shard": "zero zero_stage zero1 zero2 sharding",
     "--parallel.bucket_mib": "bucket_cap_mb fusion_threshold_mb fusion_threshold",
+    "--parallel.virtual_stages": "parallel.zero_bubble",
     "--parallel.device": "device no_cuda use_cpu cuda accelerator",
     "--parallel.bind": "bind numa_binding enable_cpu_affinity bind_cores_to_rank",
     "--loader.workers": "num_workers workers dataloader_num_workers data_workers",
@@ -56,6 +57,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--data.documents": "packing reset_position_ids reset_attention_mask",
     "--data.validation": "validation_file eval_file eval_data eval_dataset",
     "--data.field": "text_column text_field dataset_text_field",
+    "--data.text": "data.dataset",
     "--data.tokenizer": "tokenizer tokenizer_name tokenizer_path",
 }
 """Options, and what Horovod's examples, Transformers, Lightning, DeepSpeed and Megatron call them."""
@@ -63,6 +65,7 @@ _REMARKS: Mapping[str, str] = {
     "--train.global_batch": "samples of a step over all ranks; a rank accumulates the gradients of its micro-batches",
     "--optimizer.warmup_steps": "a number of steps",
     "--observe.line_every_s": "in seconds",
+    "--data.text": "save a dataset by its to_parquet, and name that file",
 }
 
 

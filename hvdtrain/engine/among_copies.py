@@ -146,7 +146,7 @@ class AmongCopies(DividedSums):
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         self._used.add(name)
         is_last = not self.schedule.left or (self._sums_each_pass and self._layout.exchanges[name] is not None)
-        if self._is_running and is_last and self._overlaps and not self.schedule.awaits(parameter):
+        if self._is_running and is_last and self._overlaps:
             self.add_gradient(name, parameter)
 
     def add_gradient(self, name: str, parameter: nn.Parameter) -> None:

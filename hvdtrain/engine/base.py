@@ -82,7 +82,7 @@ class Engine:
 
     def accumulate(self, passes: Passes) -> None:
         """Run the passes of a step. Each is a function that runs a forward pass, and returns what runs its backward."""
-        self.schedule.run(passes, self._pass_back)
+        self.schedule.run(passes)
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of the step: return what `call` returns. `backward` of its loss follows."""
@@ -91,9 +91,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
-        self._pass_back(self.schedule.backward(loss))
-
-    def _pass_back(self, call: Callable[[], None]) -> None:
+        call = self.schedule.backward(loss)
         if self.schedule.begun:
             self.sums.end_pass()
         self.schedule.count()

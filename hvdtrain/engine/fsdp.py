@@ -25,7 +25,6 @@ from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.sums import Loss
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import TaskError
-from hvdtrain.spans import Spans
 from hvdtrain.state.divided import local
 
 _OUTSIDE = "outside of blocks"
@@ -270,9 +269,8 @@ def make_fsdp(parts: EngineParts) -> Engine:
     schedule = Schedule()
     layout: Rows
     if dimensions.pp > 1:
-        spans = parts.spans or Spans()
-        stage = Stage(parts.model, comm, dimensions, parts.device, spans)
-        layout, schedule = RowsOfStages(outside, mesh, stage), PipelineSchedule(stage, spans)
+        stage = Stage(parts.model, comm, dimensions, parts.device, parts.spans)
+        layout, schedule = RowsOfStages(outside, mesh, stage), PipelineSchedule(stage)
     else:
         layout = RowsOfParts(outside, mesh) if dimensions.divides_model else Rows(outside, mesh)
     return Engine(parts.optimizer, FsdpSums(outside, mesh, layout, collectives, schedule), schedule)

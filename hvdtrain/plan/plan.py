@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.comm.mesh import mesh_groups
 from hvdtrain.compression.table import Compression, parse
-from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sync import OuterPlan, outer_plan
 
@@ -59,7 +58,6 @@ class Plan:
     outer: OuterPlan | None = None  # of workers that train apart; None if ranks exchange in each step
     balance: str = "equal"  # how micro-batches are divided among ranks
     buffers: str = "mean"  # what becomes of persistent buffers that differ
-    finds_micro_batch: bool = False  # whether the size of a micro-batch is found at the start
     compiled: bool = False  # whether blocks are compiled
     averaged: bool = False  # whether an average of the parameters is kept
     elastic: bool = False  # whether ranks may join and leave
@@ -133,7 +131,6 @@ def plan_of(config: Config, *, elastic: bool = False) -> Plan:
         outer=outer_plan(config),
         balance=parallel.balance,
         buffers=parallel.buffers,
-        finds_micro_batch=train.micro_batch == SIZE_AUTO,
         compiled=train.compile,
         averaged=train.ema is not None,
         elastic=elastic,

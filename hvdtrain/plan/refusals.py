@@ -30,14 +30,12 @@ INSTEAD: Mapping[str, tuple[Any, ...]] = {
     "parallel.dp_shard": (None,),
     "parallel.compression": ("none",),
     **dict.fromkeys(("parallel.tp", "parallel.ep", "parallel.cp", "parallel.pp", "parallel.virtual_stages"), (1,)),
-    "parallel.zero_bubble": (False,),
     "parallel.bucket_mib": (None,),
     "parallel.sync": ("every_step",),
     "parallel.balance": ("equal",),
     "parallel.buffers": ("mean",),
     "memory.offload": ("none",),
     "precision": ("bf16",),
-    "train.micro_batch": (1,),
     "train.compile": (False,),
     "train.ema": (None,),
     ELASTIC: (False,),
@@ -178,16 +176,9 @@ def _division(plan: Plan) -> _Found:
 
 
 def _schedule(plan: Plan) -> _Found:
-    for name, is_set in (
-        ("parallel.virtual_stages", plan.dimensions.virtual_stages > 1),
-        ("parallel.zero_bubble", plan.dimensions.zero_bubble),
-    ):
+    for name, is_set in (("parallel.virtual_stages", plan.dimensions.virtual_stages > 1),):
         if is_set and plan.dimensions.pp > 1 and plan.engine == "fsdp":
             yield Refusal(("parallel.engine", name), "FSDP gathers parameters in the order of one group of layers")
-    if plan.dimensions.zero_bubble and plan.compiled:
-        yield Refusal(("parallel.zero_bubble", "train.compile"), "compiled blocks compute all gradients at once")
-    if plan.finds_micro_batch and plan.dimensions.pp > 1:
-        yield Refusal(("parallel.pp", "train.micro_batch"), "a pipeline needs the number of micro-batches")
 
 
 def compressions(plan: Plan) -> tuple[str, ...]:
@@ -273,7 +264,6 @@ def _workers(plan: Plan) -> _Found:
         yield Refusal((name, "parallel.sync"), whole)
     for name, is_set, because in (
         ("precision", plan.precision == "fp16", "workers cannot agree on the scale of a loss"),
-        ("train.micro_batch", plan.finds_micro_batch, "the curve of workers depends on it"),
         ("parallel.balance", plan.balance == "speed", "workers have equal shares, or those of --outer.shares"),
         ("train.ema", plan.averaged, "the outer step averages already"),
         ("parallel.buffers", plan.buffers == "check", "buffers of workers differ"),

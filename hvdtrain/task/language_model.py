@@ -45,7 +45,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     from hvdtrain.task.chunked_loss import returns_product_of_head
 
     lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
-    source = find_model(model.from_, config=model.config) if model.from_ else None
+    source = find_model(model.from_) if model.from_ else None
     corpus = open_corpus(data, own_tokenizer=source.tokenizer() if source is not None else None)
     # Adapters need the digest of the weights, and separate documents a check of what they do.
     later = lora is None and not data.separate
@@ -61,7 +61,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     chunks = returns_product_of_head(made)
     loss = partial(token_loss, targets=targets, mtp=mtp, chunks=chunks)
     metrics = partial(mtp_metrics, targets=targets, count=mtp.count, chunks=chunks) if mtp else None
-    notes = [source.note] if source is not None else []
+    notes = [f"weights of {source.folder}"] if source is not None else []
     notes += [corpus.note] if corpus.note else []
     return Task(
         model=made,

@@ -39,7 +39,6 @@ from hvdtrain.training.start.device import (
     use_deterministic_kernels,
 )
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
-from hvdtrain.training.start.micro_batch import check_auto, use_found_micro_batch
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
 
@@ -68,7 +67,6 @@ def run_training(
     first = None if rounds.elastic else rounds.enter(STARTED)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size, first)
     binding = bind_rank(parallel.bind, device, rounds, first, info.variables)
-    check_auto(run.config, device)
     limit_memory(device, run.config.memory.limit)
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)
@@ -147,7 +145,6 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
                 folder, warn, touch = current.layout.checkpoints, recorder.warn, spans.touch
                 best, check = Measure.parse(run.config.checkpoint.best), current.claim.check
                 current.store = CheckpointStore(folder, warn, touch, check, worker.task.files, best)
-            use_found_micro_batch(current)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)
             stack.callback(current.engine.close)

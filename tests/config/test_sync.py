@@ -63,7 +63,6 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
         (["parallel.sync=diloco:8", "outer.compression=int3"], "outer.compression"),
         (["parallel.sync=diloco:8", "precision=fp16"], "fp16"),
         (["parallel.sync=diloco:8", "train.ema=0.9"], "train.ema"),
-        (["parallel.sync=diloco:8", "train.micro_batch=auto"], "micro_batch auto"),
         (["parallel.sync=diloco:8", "parallel.compression=auto"], "compression auto"),
         (["parallel.sync=diloco:8", "parallel.buffers=check"], "buffers check"),
         (["parallel.sync=diloco:8", "parallel.shard=optimizer"], "does not support --parallel.sync"),

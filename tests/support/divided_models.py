@@ -61,7 +61,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "gradients": ("--parallel.shard=gradients",),
     "zero": ("--parallel.shard=optimizer",),
     "buckets": ("--parallel.bucket_mib=0.25",),
-    "later": ("--parallel.zero_bubble=true",),
     "virtual": ("--parallel.virtual_stages=2",),
     "small": ("--train.micro_batch=1",),
     "hosted": ("--memory.offload=optimizer",),

@@ -35,7 +35,6 @@ hvdtrain.install = *.h, install.sh
 [options.extras_require]
 lm =
 image =
-datasets =
 tensorboard =
 horovod =
     setuptools

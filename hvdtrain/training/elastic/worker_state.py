@@ -75,7 +75,6 @@ class WorkerState:
     step: int = NOTHING
     last_record: Mapping[str, Any] | None = None  # journal line of the newest step that this process has recorded
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
-    micro_batch: int = 0  # samples that the job has found to fit memory; 0 until it has, or if they are given
     evaluated: int = -1  # the newest evaluated step, or the step at which this process joined; -1 before
     warnings: list[str] = field(default_factory=list)  # about task and optimizer; recorded when training starts
     callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))  # of the run; `session.py` sets them

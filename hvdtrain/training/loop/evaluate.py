@@ -59,10 +59,10 @@ class HeldOut:
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
-        mine, first = (micro_batches([(0, self.count)], config.train.pass_samples, each, places) for each in (place, 0))
+        mine, first = (micro_batches([(0, self.count)], config.train.micro_batch, each, places) for each in (place, 0))
         self._own = len(mine) if dimensions.loss_counts(comm.rank, comm.size) else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
-        self._compiled_for = config.train.pass_samples if config.train.compile else 0
+        self._compiled_for = config.train.micro_batch if config.train.compile else 0
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 

@@ -60,7 +60,7 @@ class FirstPass(StepPart):
         peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=allows_tf32())
         return {
             "event": "flops",
-            "per_sample": (1 + _BACKWARD) * flops * self.same_samples / config.train.pass_samples,
+            "per_sample": (1 + _BACKWARD) * flops * self.same_samples / config.train.micro_batch,
             "device": name,
             "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,

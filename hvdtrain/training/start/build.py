@@ -50,7 +50,7 @@ def build_engine(current: Round) -> Engine:
     variables, model = worker.info.variables, worker.state.model
     plan, train = worker.plan, run.config.train
     plan.dimensions.check(comm.size)
-    plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.pass_samples))
+    plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.micro_batch))
     current.batch_norm = synchronize_batch_norm(model, comm, plan)
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
@@ -144,7 +144,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         recorder.warn(f"--memory.offload {offload} saves nothing on CPUs: their memory is the host's")
     if train.tf32 == "on" and device.type == "cpu":
         recorder.warn("--train.tf32 on changes nothing on CPUs, which have no TF32")
-    batch = (train.global_batch, train.pass_samples)
+    batch = (train.global_batch, train.micro_batch)
     apart, workers = None, None
     if isinstance(engine, PeriodicEngine):
         engine.join_group()

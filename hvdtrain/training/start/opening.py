@@ -183,7 +183,7 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     samples = training_samples(task.train_data)
     recorder.say(
         f"{count}, {f'{samples:,} samples' if samples else 'an iterable data set'}, {size} rank(s),"
-        f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
+        f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
     for note in (worker.note, current.claim.remark if current.claim is not None else ""):
         if note:
@@ -195,7 +195,7 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
     _, places, _ = worker.plan.dimensions.samples(0, size)
-    unequal = unequal_shares(train.global_batch, train.pass_samples, places)
+    unequal = unequal_shares(train.global_batch, train.micro_batch, places)
     if unequal and worker.plan.balance == "equal" and worker.plan.outer is None:
         (recorder.warn if "idle" in unequal else recorder.say)(unequal)
     shapes = [whole_shape(p) for p in task.model.parameters() if p.requires_grad]
@@ -203,7 +203,7 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
         recorder.warn(warning)
     if current.batch_norm is not None:
         recorder.say(
-            f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"
+            f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.micro_batch}: the loss curve"
             " depends on their product"
         )
     kind = nn.modules.batchnorm._BatchNorm
