@@ -35,7 +35,7 @@ from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compute import CompileCounts, FirstPass
+from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 from hvdtrain.training.records.job_facts import EnergyUse
 from hvdtrain.training.round import Round
@@ -189,6 +189,5 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         on_step=trial.add_step if trial is not None else lambda record: None,
         sums=CombinedSums(*parts),
         balance=balance,
-        compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
         apart=apart,
     )

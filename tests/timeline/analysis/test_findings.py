@@ -76,21 +76,6 @@ def test_a_run_without_trouble_has_none() -> None:
     assert "findings: none" in to_text(analysis)
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        ({"late": 0, "graph_breaks": 0, "late_reasons": [], "break_reasons": []}, {}),
-        ({"late": 2, "late_reasons": ["size"]}, {"recompile": "compiled 2 .*: size$"}),
-        ({"graph_breaks": 1, "break_reasons": []}, {"graph_break": "broke 1 "}),
-        ({"late": "damaged", "graph_breaks": None}, {}),
-    ],
-)
-def test_late_compilations_and_graph_breaks_are_reported(counts: dict[str, Any], expected: dict[str, str]) -> None:
-    found = _analysed(run={"start": JournalStart({}, events=[{"event": "compiled", **counts}])})
-    assert _kinds(found) & {"recompile", "graph_break"} == expected.keys()
-    assert all(re.search(said, _one(found, kind).text) for kind, said in expected.items())
-
-
 @pytest.mark.parametrize("part", ["data", "copy", "forward", "backward", "optimizer"])
 def test_the_part_that_takes_longer_is_the_cause(part: str) -> None:
     analysis = _analysed(**{part: _each(2.0, rank=1)})
