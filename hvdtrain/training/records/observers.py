@@ -36,7 +36,6 @@ from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.environment import rank_label
-from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import import_library
@@ -176,9 +175,7 @@ def add_horovod_timeline(
             recorder.say(f"Horovod's Timeline: {plan}{how}")
         return None
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
-    thread = find_spinning_thread(horovod.started_threads) if horovod is not None and not plan.quiet else None
-    writer = SpinningThread(thread) if thread is not None else None
-    timeline = HorovodTimeline(comm, horovod, writer, window, layout.timeline.folder, recorder.warn)
+    timeline = HorovodTimeline(comm, horovod, window, layout.timeline.folder, recorder.warn)
     recorder.add_watcher(timeline)
     return timeline
 

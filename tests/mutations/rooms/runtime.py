@@ -4,13 +4,6 @@ from tests.mutations.mutation import Mutation, mutation
 
 MUTATIONS: tuple[Mutation, ...] = (
     mutation(
-        "runtime/threads.py",
-        "if now[t].busy_ns > first[t].busy_ns and now[t].sleeps == first[t].sleeps]",
-        "if now[t].busy_ns > first[t].busy_ns]",
-        "a young thread that sleeps is taken for the one that spins",
-        "tests/runtime/test_threads.py",
-    ),
-    mutation(
         "runtime/tuning.py",
         'is_open = theirs in (DYNAMIC, "")',
         "is_open = theirs == DYNAMIC",
