@@ -109,13 +109,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/task/test_once_per_host.py",
     ),
     mutation(
-        "task/saved_model.py",
-        "get_tensor(found[-1][0]).to(dtype, copy=True)",
-        "get_tensor(found[-1][0]).to(dtype)",
-        "a weight stays in the mapped file",
-        "tests/task/test_stored_weights.py",
-    ),
-    mutation(
         "task/text_sources.py",
         "held = {file for file in files if _hash01(file.name) < share}",
         "held = {file for file in files if _hash01(str(file.path)) < share}",
