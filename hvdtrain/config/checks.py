@@ -45,7 +45,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("train.stop_at", "train.eval_every", "train.patience", "train.max_skipped"), _AT_LEAST_1),
     "checkpoint.keep": _AT_LEAST_1,
     **dict.fromkeys(("train.epochs", "optimizer.lr", "optimizer.eps", "parallel.bucket_mib", "outer.lr"), _POSITIVE),
-    **dict.fromkeys(("memory.limit", "observe.peak_tflops"), _POSITIVE),
+    "observe.peak_tflops": _POSITIVE,
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "outer.momentum"), _DECAY_RATE),
     "outer.mix": _DECAY_RATE,
     "train.clip": _not_negative("off"),

@@ -83,8 +83,7 @@ class ParallelConfig:
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
             diloco:N, their changes, to which an outer optimizer applies Nesterov momentum; streaming:N, the same in
-            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too. With
-            auto, ranks exchange in each step, and the end of the run says what takes the least time to a loss
+            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too
         workers: number of workers that train apart between exchanges. Ranks share them out: several workers a rank, or
             several ranks a worker. The loss curve depends on this number, and not on the number of ranks
             (default: none)
@@ -94,8 +93,8 @@ class ParallelConfig:
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
             shared lets several ranks use one GPU, which is slow and meant for tests
-        bind: cores of a rank, its loaders and its pinned memory: gpu for those near its GPU, numa for a NUMA domain (or
-            several) per rank, none for those that the launcher allows; auto is gpu with CUDA, otherwise none
+        bind: cores of a rank, its loaders and its pinned memory: gpu for those near its GPU, none for those that
+            the launcher allows; auto is gpu with CUDA, otherwise none
     """
 
     engine: Literal["horovod", "ddp", "fsdp"] = "horovod"
@@ -113,7 +112,7 @@ class ParallelConfig:
     balance: Literal["equal", "speed"] = "equal"
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
-    bind: Literal["auto", "gpu", "numa", "none"] = "auto"
+    bind: Literal["auto", "gpu", "none"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -156,13 +155,11 @@ class MemoryConfig:
     Attributes:
         offload: keep this in the memory of the host: optimizer for the state and the update of a divided
             optimizer, and with engine fsdp for parameters and gradients, too. Saves memory of a GPU, and takes longer
-        limit: most memory of its GPU that a rank's torch may take, in GiB (default: all)
         checkpointing: activations that backward computes again instead of keeping them: full for all inside the blocks
             of the model, selective for all but the results of most matrix products, convolutions and attention
     """
 
     offload: Literal["none", "optimizer"] = "none"
-    limit: float | None = None
     checkpointing: Literal["none", "full", "selective"] = "none"
 
 

@@ -32,7 +32,6 @@ from hvdtrain.training.start.build import build_engine, build_trainer
 from hvdtrain.training.start.device import (
     bind_rank,
     check_device_is_own,
-    limit_memory,
     pick_device,
     set_tf32,
     training_stream,
@@ -67,7 +66,6 @@ def run_training(
     first = None if rounds.elastic else rounds.enter(STARTED)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size, first)
     binding = bind_rank(parallel.bind, device, rounds, first, info.variables)
-    limit_memory(device, run.config.memory.limit)
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.

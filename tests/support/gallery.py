@@ -201,8 +201,8 @@ def engines(folder: Path) -> Recorded:
 
 @_recording
 def resumed(folder: Path) -> Recorded:
-    """Two ranks by ``hvdtrain launch``, each bound to a NUMA domain, stopped at step 25; then by mpirun, to the end."""
-    half = (*TOY, "--train.stop_at=25", "--parallel.bind=numa")
+    """Two ranks by ``hvdtrain launch``, stopped at step 25; then by mpirun, to the end."""
+    half = (*TOY, "--train.stop_at=25")
     first = run(["-m", "hvdtrain", "launch", "-np", "2", "--", *half], cwd=folder, environment=_ROOT)
     second = _trained(folder, *TOY)
     return Recorded(folder, second.code, second.out, second.err, {"out": first.stdout, "err": first.stderr})

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config, MemoryConfig, ParallelConfig
 from hvdtrain.engine.make import make_engine
-from hvdtrain.errors import ConfigError
 from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.failure_report import _memory_of
@@ -25,7 +24,6 @@ from hvdtrain.training.records.memory import (
     memory_by_kind,
     unused_memory,
 )
-from hvdtrain.training.start import device as devices
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 _MIB = 1 << 20
@@ -142,14 +140,3 @@ def test_advice_is_what_the_engine_supports_and_does_not_use(
     assert [line.partition(" ")[0] for line in found] == expected
     without = memory_advice(config, BLOCKS[0], device, size, elastic=elastic)
     assert [line.partition(" ")[0] for line in without] == [x for x in expected if x not in (CHECKPOINTING, FSDP)]
-
-
-def test_a_limit_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: called.append(given))
-    for gib in (None, 2.0, 99.0):
-        devices.limit_memory(_GPU, gib)
-    assert called == [(0.25, _GPU), (1.0, _GPU)]
-    with pytest.raises(ConfigError, match="trains on a _CPU"):
-        devices.limit_memory(_CPU, 2.0)
