@@ -23,6 +23,7 @@ from hvdtrain.training.callbacks.group import make_callbacks
 from hvdtrain.training.diagnostics.failure_report import report_failures
 from hvdtrain.training.elastic.worker_state import make_worker_state
 from hvdtrain.training.loop.forward import forward_dtype
+from hvdtrain.training.loop.router_loads import RouterLoads
 from hvdtrain.training.loop.sync_batch_norm import restore_batch_norm
 from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_stamps, add_traces
 from hvdtrain.training.records.run_report import explain_run
@@ -155,6 +156,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             stack.callback(trainer.feed.ledger.close)
             for part in trainer.stepper.parts:
                 stack.callback(part.close)
+                if stamps is not None and isinstance(part, RouterLoads):
+                    stamps.expert_share = part.own_share
             recorder.begin(current.stop)
             with worker.signals:
                 reason = trainer.run(worker.signals)

@@ -21,9 +21,9 @@ from hvdtrain.runtime.host import cores_near, cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.training.diagnostics.experts import TokenCounter
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.forward import Precision
+from hvdtrain.training.loop.router_loads import TokenCounter
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.update import takes_scale

@@ -39,7 +39,6 @@ from hvdtrain.runtime.environment import rank_label
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import import_library
-from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
 from hvdtrain.training.records.promise import Promise
 from hvdtrain.training.records.verdict_watch import VerdictWatch
@@ -104,8 +103,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     causes = HostLoad(Monitor(gpu).device)
     for name in ASIDE:
         current.spans.listeners_to.setdefault(name, []).append(causes)
-    experts = None if worker.compiled else make_routers(worker.state.model)
-    stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
+    stamps = StepStamps(comm, current.spans, clocks, causes, started_at, current.stop, writer)
     recorder.add_watcher(stamps)
     return start, stamps
 
