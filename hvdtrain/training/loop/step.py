@@ -18,7 +18,6 @@ from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.step_part import StepPart
-from hvdtrain.training.loop.unused_parameters import count_users
 from hvdtrain.training.loop.update import StepResult, Update
 
 
@@ -58,7 +57,6 @@ class Stepper:
             self.engine,
             self.precision.scaler,
             self.device,
-            self.comm.size,
             self.nominal,
             self.clip,
             self.by_device,
@@ -107,7 +105,7 @@ class Stepper:
         for part in having["start"]:
             part.start()
         unused = tuple(engine.unused())
-        totals = self._totals(losses, weights, [*values, *count_users(unused, self.comm.size)])
+        totals = self._totals(losses, weights, [*values, *(not each for each in unused)])
         summed = self.comm.allreduce(totals, name="step/totals")
         with spans["wait"]:
             gradients = engine.finish()
