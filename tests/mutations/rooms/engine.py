@@ -211,13 +211,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "engine/stages.py",
-        "if len(left) > stage:",
-        "if len(left) > stages:",
-        "later stages keep more micro-batches than the first one",
-        "tests/engine/test_pipeline.py",
-    ),
-    mutation(
-        "engine/stages.py",
         "(0, last) if is_after else (0,)",
         "(0,)",
         "the last stage lacks embeddings that its head uses",

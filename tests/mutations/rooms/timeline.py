@@ -121,6 +121,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         '("started", "compression_chosen", "shares")',
         '("started", "compression_chosen")',
         "steps before shares by speed count for a prediction",
+        "tests/timeline/whatif/test_read_run.py",
+    ),
+    mutation(
         "timeline/whatif/jitter.py",
         "* math.sqrt(ranks / (ranks - 1))",
         "",
@@ -223,13 +226,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         'waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)',
         'waited_s = evidence.parts_s["wait"]',
         "a late rank is taken for a slow link",
-        "tests/timeline/whatif/test_read_run.py",
-    ),
-    mutation(
-        "timeline/whatif/read_run.py",
-        'int(found[-1]["samples"])',
-        'int(found[0]["samples"])',
-        "a prediction has the micro-batch of an earlier start",
         "tests/timeline/whatif/test_read_run.py",
     ),
 )

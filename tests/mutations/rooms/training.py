@@ -11,13 +11,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/training/test_step_replay.py",
     ),
     mutation(
-        "training/records/run_report.py",
-        "_fingerprint(folder / file[0]) != file[1]",
-        "not (folder / file[0]).exists()",
-        "a trace of an earlier start stands for the one on another host",
-        "tests/training/test_run_report.py",
-    ),
-    mutation(
         "training/result.py",
         'if line.get("event") == "started" and not line.get("goes_on"):',
         'if line.get("event") == "started" and line.get("goes_on"):',
@@ -62,8 +55,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "training/loop/step.py",
-        "scaler.scale(whole / self.nominal)",
-        "scaler.scale(whole / weight)",
+        "scaler.scale(loss / self.nominal)",
+        "scaler.scale(loss / weight)",
         "each micro-batch is normalised by its own weight",
         "tests/training/test_step.py",
         "tests/laws/test_laws.py",
