@@ -182,4 +182,5 @@ def test_a_killed_rank_is_survived(gallery: Gallery, tmp_path: Path) -> None:
     """Laws 1 and 4 in an elastic job: a rank is killed, the other continues, and a new one joins."""
     job = gallery["survived"]
     assert job.notes["sizes"] == [2, 1, 2]
+    assert "Timed out" not in job.out + job.err, "what waits for a dead rank fails as soon as it dies"
     assert job.losses() == pytest.approx(record(tmp_path, *TASK, LENGTH).losses(), rel=1e-5)
