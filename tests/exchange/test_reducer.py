@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.in_all_copies import InAllCopies
@@ -18,7 +17,6 @@ from hvdtrain.engine.make import named_parameters as _held
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.reducer import BUCKET_BYTES, Reducer
-from tests.support.buffers import watch_buffers
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks, per_rank
 
 
@@ -335,16 +333,3 @@ def test_a_rank_that_joins_agrees_with_the_others_and_owes_nothing(
     parameter.sum().backward()
     reducer.finish()
     torch.testing.assert_close(parameter.grad, torch.full((4, 4), expected))
-
-
-def test_old_buckets_are_freed_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive, model = watch_buffers(monkeypatch), _model()
-    sums = InAllCopies(Reducer(lambda: named_parameters(model), SoloComm()))
-    engine = Engine(torch.optim.SGD(model.parameters()), sums)
-    for compression in ("none", "bf16"):
-        sums.set_compression(compression)
-        engine.begin(1)
-        engine.backward(model(_batch(0, 0)).sum())
-        engine.finish()
-        engine.step()
-    assert alive == [0, 0]
