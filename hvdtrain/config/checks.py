@@ -53,6 +53,7 @@ _RULES: Mapping[str, _Rule] = {
     "train.check_every": _not_negative("at checkpoints only"),
     "train.ema": (lambda value: 0 < value < 1, "more than 0, and less than 1"),
     "train.router_bias": _not_negative("off"),
+    "train.balance_loss": _not_negative("none"),
     "optimizer.weight_decay": _not_negative("off"),
     "optimizer.warmup_steps": _not_negative("no warm-up"),
     "optimizer.min_lr": _fraction("optimizer.lr"),

@@ -187,6 +187,8 @@ class TrainConfig:
         router_bias: how much the bias of a mixture's router changes in a step for each expert: up for those with fewer
             tokens than the mean, down for the others (DeepSeek-V3's balance without an auxiliary loss); 0 for never.
             Models without such a bias have no use for it
+        balance_loss: factor of an auxiliary loss that balances the experts of each sequence (DeepSeek-V3: 0.0001); 0
+            for none. The losses that are shown are without it
         max_skipped: end the run after N steps in a row with a loss or gradient that is not finite
         tf32: whether fp32 operations on GPUs may round their inputs to 10 bits (TF32), which is faster: on for matrix
             products and convolutions, off for neither, auto for the choice of torch, usually convolutions only
@@ -208,6 +210,7 @@ class TrainConfig:
     patience: int | None = None
     ema: float | None = None
     router_bias: float = 0.001
+    balance_loss: float = 0.0
     max_skipped: int = 10
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False

@@ -24,7 +24,6 @@ ELSEWHERE: Mapping[str, str] = {
     "--train.steps": "steps max_steps num_steps total_steps train_iters",
     "--train.clip": "clip max_grad_norm gradient_clip_val clip_grad grad_clip clip_grad_norm gradient_clipping",
     "--train.eval_every": "eval_steps eval_interval val_check_interval evaluation_strategy eval_strategy",
-    "--train.router_bias": "train.balance_loss",
     "--train.compile": "compile torch_compile",
     "--train.tf32": "tf32",
     "--train.deterministic": "deterministic full_determinism",

@@ -1,4 +1,4 @@
-"""Routers of experts: a bias balances experts, equally at any number of ranks."""
+"""Routers of experts: a bias and an auxiliary loss balance experts, equally at any number of ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from hvdtrain.comm.dimensions import Dimensions
+from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.training.loop.router_loads import EVERY, RouterLoads, make_router_loads
+from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.divided import OnStages
+from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss
+from hvdtrain.training.loop.router_loads import EVERY, RouterLoads, make_router_loads, routers_of
+from tests.laws.test_fsdp import check_equal
 from tests.support.divided_models import DIVIDED, divided
 from tests.support.gallery import Recorded
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -152,8 +160,88 @@ def test_a_rate_of_zero_changes_nothing(trained: Callable[..., Recorded]) -> Non
     assert _bias(trained("one", *DIVIDED, "--train.router_bias=0", size=1)).abs().max() == 0
 
 
+BALANCED = (*DIVIDED, "--train.balance_loss=0.05", "--train.router_bias=0")
+
+
+class ScoringRouter(nn.Module):
+    def __init__(self, *, sigmoid: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+        if sigmoid:
+            self.e_score_correction_bias = nn.Buffer(torch.zeros(4))
+
+    def forward(self, logits_NE: Tensor) -> tuple[Tensor, Tensor]:
+        return logits_NE, logits_NE.topk(2).indices
+
+
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_the_formula(sigmoid: bool) -> None:
+    """Equations 17 to 20 in loops, for two sequences of three tokens."""
+    router = ScoringRouter(sigmoid=sigmoid)
+    loss = BalanceLoss([router], 0.1)
+    logits_STE = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    with loss.around_forward({"ids": torch.zeros(2, 3)}):
+        router(logits_STE.view(6, 4))
+    found = loss.extra_loss()
+    expected = torch.zeros(())
+    for sequence in logits_STE:
+        scores = sequence.sigmoid() if sigmoid else sequence.softmax(dim=-1)
+        for expert in range(4):
+            chosen = sum(expert in token.topk(2).indices for token in sequence)
+            frequency = 4 / (2 * 3) * chosen
+            mean = sum(token[expert] / token.sum() for token in scores) / 3
+            expected = expected + 0.1 * 3 * frequency * mean
+    torch.testing.assert_close(found, expected)
+    (slope,) = torch.autograd.grad(found, logits_STE)
+    assert slope.abs().max() > 0
+    router(logits_STE.view(6, 4))  # the recomputation in backward
+    with pytest.raises(TaskError, match="do not return what they chose"):
+        loss.extra_loss()
+
+
+@pytest.mark.parametrize("options", [(), ("--memory.checkpointing=selective",), ("--parallel.shard=gradients",)])
+def test_parameters_do_not_depend_on_ranks_and_micro_batches(
+    options: tuple[str, ...], trained: Callable[..., Recorded]
+) -> None:
+    one = trained("1", *BALANCED, *(each for each in options if "shard" not in each), size=1)
+    for size, micro_batch in ((3, 2),) if options else ((2, 1), (3, 2)):
+        check_equal(one, trained(str(size), *BALANCED, *options, f"--train.micro_batch={micro_batch}", size=size))
+
+
+def test_it_changes_the_router_and_no_loss_that_is_shown(trained: Callable[..., Recorded]) -> None:
+    found = [trained(weight, *BALANCED, f"--train.balance_loss={weight}", size=1) for weight in ("0.05", "0")]
+    assert found[0].losses()[0] == found[1].losses()[0] and found[0].losses() != found[1].losses()
+    routers = [each.state().tensors["model"]["model.layers.1.mlp.gate.weight"] for each in found]
+    assert (routers[0] - routers[1]).norm() > 1e-3 * routers[1].norm()
+
+
 def test_training_leaves_no_hooks(trained: Callable[..., Recorded]) -> None:
-    """A program goes on with its model, and an elastic job begins another round with it."""
+    """Nor do biases. A program goes on with its model, and an elastic job begins another round with it."""
     task = divided()
-    trained("one", *DIVIDED, size=1, build=lambda rank: task)
+    trained("one", *DIVIDED, "--train.balance_loss=0.05", size=1, build=lambda rank: task)
     assert not any(module._forward_hooks for module in task.model.modules())
+
+
+def test_what_it_does_not_support_is_refused() -> None:
+    model: Any = divided().model
+    for dimensions, compiled, option in ((Dimensions(cp=2), False, "cp"), (Dimensions(), True, "compile")):
+        with pytest.raises(ConfigError, match=f"--train.balance_loss does not support --(parallel|train).{option}"):
+            make_balance_loss(model, 0.1, dimensions, compiled=compiled)
+    with pytest.raises(TaskError, match="no routers"):
+        make_balance_loss(nn.Linear(2, 2), 0.1, Dimensions(), compiled=False)
+    assert make_balance_loss(nn.Linear(2, 2), 0.0, Dimensions(cp=2), compiled=True) is None
+    loss = make_balance_loss(model, 0.1, Dimensions(pp=2, virtual_stages=2), compiled=False)
+    assert loss is not None
+    with loss.around_forward(torch.zeros(1)):
+        pass
+    assert loss.extra_loss() is None  # of a virtual stage without routers
+    for router in routers_of(model).values():
+        router.weight = OnStages((8, 32), (1,), ((0,), (1,))).of(torch.empty(0, 32))
+    assert make_balance_loss(model, 0.1, Dimensions(pp=2), compiled=False) is None  # of another stage
+    with imagined_ranks(16, 15):  # FSDP gives this rank no rows of 8
+        mesh = DeviceMesh("cpu", range(16))
+        for router in routers_of(model).values():
+            whole = {"shape": torch.Size((8, 32)), "stride": (32, 1)}
+            rows = DTensor.from_local(torch.empty(0, 32), mesh, [Shard(0)], run_check=False, **whole)
+            router.weight = nn.Parameter(rows)
+        assert make_balance_loss(model, 0.1, Dimensions(), compiled=False) is not None

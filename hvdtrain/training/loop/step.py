@@ -51,7 +51,7 @@ class Stepper:
     def __post_init__(self) -> None:
         """Make the update; find out which parts have which methods, as most have few."""
         self._spans = {name: self.spans(name) for name in JOURNAL_KEYS}
-        own = {name: getattr(StepPart, name) for name in ("around_forward", "start", "wait", "finish")}
+        own = {name: getattr(StepPart, name) for name in ("around_forward", "extra_loss", "start", "wait", "finish")}
         self._having = {n: [p for p in self.parts if getattr(type(p), n) is not default] for n, default in own.items()}
         self.nominal = self.global_batch * float(self.task.nominal_weight)
         self._update = Update(
@@ -137,7 +137,7 @@ class Stepper:
         self, batches: Iterable[tuple[Callable[[], None], Any]], count: int
     ) -> tuple[list[Tensor | float], list[Tensor | float]]:
         """Run the passes; return the losses and the weights of this rank's micro-batches, if they count."""
-        spans, around_forward = self._spans, self._having["around_forward"]
+        spans, around_forward, extra_loss = self._spans, self._having["around_forward"], self._having["extra_loss"]
         losses: list[Tensor | float] = []
         weights: list[Tensor | float] = []
 
@@ -160,10 +160,12 @@ class Stepper:
                     for context in contexts:
                         around.enter_context(context)
                 loss, weight = self.engine.forward(call)
+                extras = [extra for part in extra_loss if (extra := part.extra_loss()) is not None]
             if self.counts:
                 losses.append(loss.item() if self.device.type == "cpu" else loss.detach())
                 weights.append(weight.detach().reshape(()) if isinstance(weight, Tensor) else weight)
-            return partial(self._backward, self.precision.scaler.scale(loss / self.nominal))
+            whole = sum(extras, loss)
+            return partial(self._backward, self.precision.scaler.scale(whole / self.nominal))
 
         with ExitStack() as passes:
             if count:

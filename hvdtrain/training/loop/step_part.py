@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 
@@ -27,6 +28,10 @@ class StepPart:
 
     def around_forward(self, batch: Any) -> AbstractContextManager[object] | None:
         """Return the context of the forward pass of a micro-batch on the device, if any; not of its recomputation."""
+        return None
+
+    def extra_loss(self) -> Tensor | None:
+        """Return what the forward pass adds to its loss, a scalar; the loss in results is without it."""
         return None
 
     def around_repeated(self) -> AbstractContextManager[object]:

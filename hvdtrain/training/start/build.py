@@ -23,6 +23,7 @@ from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.balance import make_balance
+from hvdtrain.training.loop.balance_loss import make_balance_loss
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.router_loads import make_router_loads
@@ -114,6 +115,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
     step_parts: list[StepPart | None] = [
         FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else None,
         current.batch_norm,
+        make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         buffers,
         Rollback(worker.state.model, together=together),
         # Changes biases after the step is applied, which there is nothing to roll back of.
