@@ -151,12 +151,18 @@ CALLS = (
 )
 """Calls that are made nowhere: they run text, unpickle, or make any object."""
 
+READERS_OF_PICKLES = {
+    "task/other_trainers.py": {"imports pickle", "torch.load"},
+}
+"""Files that may load pickles, by a list of allowed names or with `weights_only`, and what they use for it."""
+
 KEYWORDS: dict[str | None, set[bool]] = {
     "allow_pickle": {False},
     "trust_remote_code": {False},
     "use_safetensors": {True},
     "local_files_only": {True},
     "shell": set(),
+    "weights_only": {True},
 }
 """Keywords of calls, and the constants that they may have."""
 
@@ -175,11 +181,12 @@ def _allowed(keyword: ast.keyword) -> bool:
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:
     wrong = []
     for file in FILES:
+        allowed = READERS_OF_PICKLES.get(_name(file), set())
         for module in _imports(file):
             if module.split(".")[0] in UNPICKLING or module in UNPICKLING:
-                wrong.append(f"{_name(file)} imports {module}")
+                wrong += [] if f"imports {module}" in allowed else [f"{_name(file)} imports {module}"]
         for name, call in _calls(file):
-            if name in CALLS:
+            if name in CALLS and name not in allowed:
                 wrong.append(f"{_name(file)}:{call.lineno}: {name}")
             wrong += [f"{_name(file)}:{call.lineno}: {word.arg}" for word in call.keywords if not _allowed(word)]
     assert not wrong
@@ -189,6 +196,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
     ("call", "keyword"),
     [
         ("np.load", "allow_pickle"),
+        ("torch.load", "weights_only"),
         ("from_pretrained", "trust_remote_code"),
         ("from_pretrained", "use_safetensors"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdtrain.cli.parser import Parser, local
 from hvdtrain.errors import ConfigError
 
-_FORMATS = ("hf", "safetensors", "onnx")
+_FORMATS = ("hf", "safetensors", "dcp", "onnx")
 _DESCRIPTION = """\
 Write the model of a run's newest checkpoint, or of a checkpoint. Adapters of
 --model.lora are merged. Every byte that is read is verified."""
@@ -13,6 +13,8 @@ _EPILOG = """\
 formats:
   hf           folder for transformers: config, weights, tokenizer, model card
   safetensors  one file with the state dict, of any task
+  dcp          folder of torch.distributed.checkpoint with the state dict, of
+               any task
   onnx         folder with model.onnx for any batch and length, compared with
                torch by onnxruntime (pip install "hvdtrain[onnx]")
 

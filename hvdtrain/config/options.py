@@ -17,7 +17,7 @@ from hvdtrain.yaml_file import yaml_text
 
 _TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _METAVARS = {
-    **dict.fromkeys(("run_dir", "model.from"), "DIR"),
+    **dict.fromkeys(("run_dir", "model.from", "data.dataset"), "DIR"),
     **dict.fromkeys(("model.config", "data.tokens", "data.tokenizer"), "FILE"),
     **dict.fromkeys(("data.text", "data.chat", "data.validation"), "GLOB"),
     **dict.fromkeys(("observe.timeline", "observe.profile"), "STEPS"),

@@ -57,7 +57,6 @@ ELSEWHERE: Mapping[str, str] = {
     "--data.documents": "packing reset_position_ids reset_attention_mask",
     "--data.validation": "validation_file eval_file eval_data eval_dataset",
     "--data.field": "text_column text_field dataset_text_field",
-    "--data.text": "data.dataset",
     "--data.tokenizer": "tokenizer tokenizer_name tokenizer_path",
 }
 """Options, and what Horovod's examples, Transformers, Lightning, DeepSpeed and Megatron call them."""
@@ -65,7 +64,6 @@ _REMARKS: Mapping[str, str] = {
     "--train.global_batch": "samples of a step over all ranks; a rank accumulates the gradients of its micro-batches",
     "--optimizer.warmup_steps": "a number of steps",
     "--observe.line_every_s": "in seconds",
-    "--data.text": "save a dataset by its to_parquet, and name that file",
 }
 
 

@@ -1,8 +1,9 @@
-"""Write the model of a checkpoint: for transformers with a model card, as safetensors, or as ONNX."""
+"""Write the model of a checkpoint: for transformers with a model card, as safetensors, for torch's DCP, or as ONNX."""
 
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from hvdtrain.state.tensor_file import write_tensors
 from hvdtrain.task.base import import_library
 from hvdtrain.task.causal_lm import load_model, read_weights
 from hvdtrain.task.encode import TOKENIZER_FILES
-from hvdtrain.task.saved_model import CONFIG, SavedModel
+from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, SavedModel
 from hvdtrain.yaml_file import yaml_text
 
 _TOLERANCE = 1e-4
@@ -54,6 +55,23 @@ def to_transformers(source: SavedModel, out: Path) -> None:
 def to_safetensors(source: SavedModel, out: Path) -> None:
     """Write the state dict of the model of any task as one file. Errors: those of `_state_dict`."""
     write_tensors(out, _state_dict(source), lambda: None)
+
+
+def to_dcp(source: SavedModel, out: Path) -> None:
+    """Write the state dict of the model of any task as a distributed checkpoint of torch, by one process.
+
+    A language model's config.json and tokenizer are written next to it. Errors: those of `_state_dict`.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    tensors = _state_dict(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is only one process
+        save(tensors, storage_writer=FileSystemWriter(out), no_dist=True)
+    if (config := source.folder / (BASE_CONFIG if source.has_adapters else CONFIG)).is_file():
+        shutil.copyfile(config, out / CONFIG)
+    _copy_tokenizer(source, out)
+    fsync_folder(out)
 
 
 def _state_dict(source: SavedModel) -> dict[str, torch.Tensor]:
@@ -151,6 +169,7 @@ def _copy_tokenizer(source: SavedModel, out: Path) -> None:
 FORMATS: Mapping[str, Callable[[SavedModel, Path], None]] = {
     "hf": to_transformers,
     "safetensors": to_safetensors,
+    "dcp": to_dcp,
     "onnx": to_onnx,
 }
 
@@ -190,7 +209,7 @@ def model_card(checkpoint: Path) -> str:
     options = layout.read_config() if layout.config.exists() else {}
     if options:
         samples = step * options["train"]["global_batch"]
-        given = filter(None, (options["data"].get(name) for name in ("text", "tokens", "chat")))
+        given = filter(None, (options["data"].get(name) for name in ("text", "tokens", "dataset")))
         lines += [
             f"- Data: {next(given, 'source code of the standard library of Python')}",
             f"- Steps: {step:,} of {options['train']['global_batch']} samples, {samples:,} samples in all,"

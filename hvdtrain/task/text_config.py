@@ -7,7 +7,7 @@ from typing import Literal
 
 from hvdtrain.errors import ConfigError
 
-_KINDS = ("text", "tokens", "chat")
+_KINDS = ("text", "tokens", "dataset", "chat")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class TextConfig:
             code of Python's standard library)
         tokens: train on token ids: .npy files with one dimension of integers. The end of each is held out (default: use
             data.text)
+        dataset: train on folders written by datasets' save_to_disk, with a column text or input_ids. The validation or
+            test split is held out, otherwise the end (default: use data.text)
         chat: train the assistant's turns of conversations: rows of files as for data.text, with messages, or prompt and
             completion, by the tokenizer's chat template. Samples are whole conversations, and some of them are held out
             (default: use data.text)
@@ -43,6 +45,7 @@ class TextConfig:
 
     text: list[str] | str | None = None
     tokens: list[str] | str | None = None
+    dataset: list[str] | str | None = None
     chat: list[str] | str | None = None
     validation: list[str] | str | None = None
     field: str | None = None
@@ -62,12 +65,12 @@ class TextConfig:
     @property
     def names(self) -> list[str]:
         """The names of files or folders that are given; empty for the standard library."""
-        given = self.text or self.tokens or self.chat or []
+        given = self.text or self.tokens or self.dataset or self.chat or []
         return [given] if isinstance(given, str) else given
 
     @property
     def kind(self) -> str:
-        """The option of the data: text, tokens or chat."""
+        """The option of the data: text, tokens, dataset or chat."""
         return next((kind for kind in _KINDS if getattr(self, kind)), "text")
 
 

@@ -35,6 +35,7 @@ hvdtrain.install = *.h, install.sh
 [options.extras_require]
 lm =
 image =
+datasets =
 tensorboard =
 horovod =
     setuptools

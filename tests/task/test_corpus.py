@@ -246,9 +246,11 @@ def test_no_pickle_is_ever_loaded(tmp_path):
         ({"text": ["/nowhere", "/nor here"]}, DataError, "'/nowhere'"),
         ({"text": "empty.*"}, DataError, "empty"),
         ({"tokens": "/nowhere.npy"}, DataError, "No such file"),
+        ({"dataset": "/nowhere"}, DataError, "no dataset in"),
         ({"tokenizer": "/nowhere.json"}, DataError, "No such file"),
         ({"text": "a", "weights": [0.5, 0.5]}, DataError, "weights"),
         ({"text": "a", "tokens": "b"}, ConfigError, r"data\.text and data\.tokens"),
+        ({"text": "a", "tokens": "b", "dataset": "c"}, ConfigError, r"data\.dataset"),
         ({"tokens": "a", "tokenizer": "b"}, ConfigError, "data.tokens and data.tokenizer conflict"),
         ({"seq_len": 0}, ConfigError, r"data\.seq_len"),
         ({"heldout": 1.0}, ConfigError, r"data\.heldout"),
@@ -263,7 +265,7 @@ def test_options_that_are_wrong(options, error, message, tmp_path, monkeypatch):
         open_corpus(TextConfig(**options))
 
 
-@pytest.mark.parametrize("kind", ["text", "tokens", "chat"])
+@pytest.mark.parametrize("kind", ["text", "tokens", "dataset", "chat"])
 def test_a_name_of_the_hub_is_answered_with_a_download(kind):
     for name, on_hub in (("org/some-data_1.5", True), ("folder/text.txt", False), ("org/data/more", False)):
         with pytest.raises(DataError) as caught:

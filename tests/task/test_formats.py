@@ -245,12 +245,15 @@ def test_stores_that_do_not_answer(
     assert type(caught.value) is error and found in str(caught.value.found) and "--data.text" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["text", "tokens", "chat"])
+@pytest.mark.parametrize("kind", ["text", "tokens", "dataset", "chat"])
 def test_validation_is_whole_and_of_the_same_kind(tmp_path: Path, kind: str) -> None:
     for name, count in (("a", 60), ("b", 30)):
         if kind == "tokens":
             np.save(tmp_path / name, np.arange(10 * count) % 250)
             (tmp_path / f"{name}.npy").rename(tmp_path / name)
+        elif kind == "dataset":
+            datasets = pytest.importorskip("datasets", reason="the datasets library is not installed")
+            datasets.Dataset.from_dict({"text": TEXTS[:count]}).save_to_disk(str(tmp_path / name))
         else:
             rows = [{"prompt": text, "completion": text} for text in TEXTS[:count]] if kind == "chat" else TEXTS
             content = "".join(TEXTS[:count]).encode() if kind == "text" else as_lines(rows)

@@ -64,7 +64,7 @@ MUTATIONS: Table = {
     ("task/formats.py", "tests/task/test_formats.py"): {
         "an error names the line before": ("    number = 0\n    while line", "    number = -1\n    while line"),
     },
-    ("task/encode.py", "tests/task/test_tokenizer.py"): {
+    ("task/encode.py", "tests/task/test_tokenizer_and_dataset.py"): {
         "the place of a wrong byte does not count earlier pieces of its line": (
             "done_bytes += len(rest) + len(head) + 1",
             "done_bytes += len(head) + 1",
@@ -111,5 +111,17 @@ MUTATIONS: Table = {
         ),
         "a row sees no more than another row of the batch": (".amin(dim=0)", ".amax(dim=0)"),
         "what a model sees after a block is left out": ("    return [] if is_later else first\n", "    return first\n"),
+    },
+    ("task/dataset_source.py", "tests/task/test_tokenizer_and_dataset.py"): {
+        "the test split is evaluated during training, although there is a validation split": (
+            '_HELDOUT_SPLITS = ("validation", "test")',
+            '_HELDOUT_SPLITS = ("test", "validation")',
+        ),
+    },
+    ("task/other_trainers.py", "tests/task/test_other_trainers.py"): {
+        "the metadata of a checkpoint may name any function of allowed modules": (
+            "        if (module, name) not in _ALLOWED:\n",
+            "        if module not in {allowed for allowed, _ in _ALLOWED}:\n",
+        ),
     },
 }

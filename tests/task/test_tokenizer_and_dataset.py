@@ -1,8 +1,10 @@
-"""Text by a tokenizer.json."""
+"""Text by a tokenizer.json, and folders of datasets."""
+
+from pathlib import Path
 
 import pytest
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.text_config import TextConfig
 
@@ -88,8 +90,68 @@ def test_text_that_is_not_utf8_is_reported_with_its_place(tmp_path, monkeypatch,
     assert len(open_corpus(TextConfig(text=config.text, seq_len=2)).train) > 0
 
 
-def test_the_model_s_own_tokenizer_reads_text(tmp_path, text):
+@pytest.fixture
+def datasets():
+    return pytest.importorskip("datasets", reason="the datasets library is not installed")
+
+
+def test_rows_of_text(tmp_path, datasets):
+    rows = [f"row {i} é" for i in range(100)]
+    datasets.Dataset.from_dict({"text": rows, "n": list(range(100))}).save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert all_ids(corpus) == [token for row in rows for token in [*row.encode(), 256]]
+    assert corpus.heldout.count == len(all_ids(corpus)) // 20 and corpus.tokenizer
+
+
+def test_rows_of_ids(tmp_path, datasets):
+    rows = [[i, 70_000 + i] * (i % 5) for i in range(100)]
+    datasets.Dataset.from_dict({"input_ids": rows}).save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert all_ids(corpus) == [token for row in rows for token in row]
+    assert corpus.train.file.vocabulary == 70_100 and not corpus.tokenizer, "it is unknown"
+
+
+@pytest.mark.parametrize(("held", "unused"), [("validation", "test"), ("test", "other"), (None, "other")])
+def test_splits_are_kept(tmp_path, datasets, held, unused):
+    parts = {unused: ["c"] * 20, "train": ["aaaa"] * 200} | ({held: ["b"] * 20} if held else {})
+    made = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows}) for name, rows in parts.items()})
+    made.save_to_disk(str(tmp_path / "d"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "d"), seq_len=8))
+    assert (corpus.train.count, corpus.heldout.count) == ((1000, 40) if held else (950, 50)), "a twentieth if none is"
+    assert set(all_ids(corpus)[-40:]) == {ord("b" if held else "a"), 256}
+
+
+@pytest.mark.parametrize(
+    ("columns", "tokenizer", "error", "message"),
+    [
+        ({"words": ["a"]}, False, DataError, "words"),
+        ({"input_ids": [[1, 2]]}, True, ConfigError, "no text for the tokenizer"),
+        ({"input_ids": [[1, -2]]}, False, DataError, "-2"),
+        ({"text": [None, ""]}, True, DataError, "empty"),
+        ({"input_ids": [[], []]}, False, DataError, "empty"),
+    ],
+)
+def test_datasets_that_do_not_fit(tmp_path, datasets, columns, tokenizer, error, message):
+    datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
+    train_tokenizer(tmp_path / "tokenizer.json")
+    chosen = str(tmp_path / "tokenizer.json") if tokenizer else None
+    with pytest.raises(error, match=message):
+        open_corpus(TextConfig(dataset=str(tmp_path / "d"), tokenizer=chosen))
+
+
+def test_a_damaged_dataset(tmp_path, datasets):
+    datasets.Dataset.from_dict({"text": ["a"] * 100}).save_to_disk(str(tmp_path / "d"))
+    for path in Path(tmp_path / "d").glob("*.arrow"):
+        path.write_bytes(b"broken")
+    with pytest.raises(DataError, match="cannot read"):
+        open_corpus(TextConfig(dataset=str(tmp_path / "d")))
+
+
+def test_the_model_s_own_tokenizer_is_for_text_alone(tmp_path, datasets):
     made = train_tokenizer(tmp_path / "tokenizer.json")
-    assert (
-        made.decode(all_ids(open_corpus(TextConfig(text=text, seq_len=8), str(tmp_path / "tokenizer.json")))) == LINES
-    )
+    own = str(tmp_path / "tokenizer.json")
+    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 9}).save_to_disk(str(tmp_path / "ids"))
+    assert all_ids(open_corpus(TextConfig(dataset=str(tmp_path / "ids"), seq_len=8, heldout=0), own)) == [1, 2, 3] * 9
+    datasets.Dataset.from_dict({"text": [LINES]}).save_to_disk(str(tmp_path / "text"))
+    corpus = open_corpus(TextConfig(dataset=str(tmp_path / "text"), seq_len=8), own)
+    assert made.decode(all_ids(corpus)) == LINES
