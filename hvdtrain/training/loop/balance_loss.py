@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import on_stages
-from hvdtrain.training.diagnostics.experts import TokenCounter, chosen_experts
-from hvdtrain.training.loop.router_loads import BIAS, routers_of
+from hvdtrain.training.loop.router_loads import BIAS, TokenCounter, chosen_experts, routers_of
 from hvdtrain.training.loop.step_part import StepPart
 
 _OPTION = "--train.balance_loss"
