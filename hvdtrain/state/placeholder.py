@@ -30,6 +30,7 @@ _LARGE_BYTES = 1 << 20
 _HUGE_BYTES = 1 << 30
 """The kernel may refuse such memory, though nothing is written to it: of the experts of a layer, for example."""
 _draws = ContextVar("draws", default=True)
+_later = ContextVar[list[Any] | None]("later", default=None)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
@@ -42,8 +43,11 @@ class Placeholder(Tensor):
     `trunc_normal_` and transformers' initial values then draw nothing.
 
     Errors: RuntimeError, NotImplementedError: an operation needs values.
+
+    `read`: reads the values, if this process can do so later; None if another rank has them.
     """
 
+    read: Callable[[], Tensor] | None = None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -146,6 +150,25 @@ class _HugeTensors(TorchFunctionMode):
             if made.nbytes >= _HUGE_BYTES:
                 return Placeholder(made, made.requires_grad)
         return func(*args, **named)
+
+
+@contextmanager
+def values_read_later() -> Iterator[list[Any]]:
+    """Let what makes a model leave its parameters to be read when an engine places them, where it can.
+
+    Yields a list, to which such models are added.
+    """
+    found: list[Any] = []
+    before = _later.set(found)
+    try:
+        yield found
+    finally:
+        _later.reset(before)
+
+
+def models_read_later() -> list[Any] | None:
+    """Return the list of `values_read_later`; None if the values are needed now."""
+    return _later.get()
 
 
 def refuse_other_placeholders(model: nn.Module) -> None:

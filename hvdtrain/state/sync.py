@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm, Handle
-from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
@@ -106,16 +106,27 @@ def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor
 def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: str = "") -> None:
     """Copy the parameters of a module that are not divided yet from rank `root` to every rank. Collective: yes.
 
-    A `Placeholder` becomes a parameter with memory, on the CPU; `root` has none. `prefix`: of names in the model. The
-    modules have equal parameters in the same order, as `check_same` checks.
+    A `Placeholder` becomes a parameter with memory, on the CPU; `root`, which is 0 then, reads its values. `prefix`: of
+    names in the model. The modules have equal parameters in the same order, as `check_same` checks.
+
+    Errors: Those of reading, on every rank.
     """
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for each in module.modules():
         for name, parameter in each.named_parameters(recurse=False):
             users.setdefault(parameter, []).append((each, name))
     own = [(name, p) for name, p in module.named_parameters(prefix) if not is_divided(p)]
-    values = ((f"parameters/{name}", p.detach() if comm.rank == root else empty(p.shape, p.dtype)) for name, p in own)
-    for (_, parameter), there in zip(own, broadcast_all(values, comm, root), strict=True):
+    reads = broadcast_json(comm, [isinstance(p, Placeholder) for _, p in own], name=f"parameters/{prefix}", root=root)
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for (name, parameter), is_read in zip(own, reads, strict=True):
+            if is_read:
+                tensor = _read(parameter, comm, name)
+            else:
+                tensor = parameter.detach() if comm.rank == root else empty(parameter.shape, parameter.dtype)
+            yield f"parameters/{name}", tensor
+
+    for (_, parameter), there in zip(own, broadcast_all(values(), comm, root), strict=True):
         if isinstance(parameter, Placeholder):
             whole = nn.Parameter(there, parameter.requires_grad)
             for user, name in users[parameter]:
@@ -137,6 +148,19 @@ def broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int) ->
     for there, handle in running:
         handle.wait()
         yield there
+
+
+def _read(parameter: nn.Parameter, comm: Comm, name: str) -> Tensor:
+    """Return the values on rank 0, and memory for them on others. Collective: yes."""
+    tensor = torch.empty(parameter.shape, dtype=parameter.dtype) if comm.rank else parameter
+
+    def read() -> None:
+        nonlocal tensor
+        assert isinstance(parameter, Placeholder) and parameter.read is not None, name
+        tensor = parameter.read()
+
+    on_rank_0(comm, read, name=f"parameters/{name}/read")
+    return tensor
 
 
 def gather_pieces(state: StateDict, comm: Comm) -> StateDict:

@@ -16,7 +16,7 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.base import import_library
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
 from hvdtrain.task.presets import preset_config
-from hvdtrain.task.saved_model import SavedModel, files_of, find_model, is_of_other_trainer
+from hvdtrain.task.saved_model import SavedModel, files_of, find_model, is_of_other_trainer, model_to_read
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,7 +63,14 @@ _LARGEST_PRESET_VOCABULARY = 1 << 20
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
-def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabulary: int, seq_len: int) -> nn.Module:
+def causal_lm(
+    config: ModelConfig,
+    source: SavedModel | None = None,
+    *,
+    vocabulary: int,
+    seq_len: int,
+    may_read_later: bool = False,
+) -> nn.Module:
     """Create the model in float32 on the CPU. New weights depend only on torch's global seed.
 
     Args:
@@ -71,6 +78,7 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
         source: what `config.from_` names, if it has been looked for.
         vocabulary: one more than the largest id in the data.
         seq_len: tokens of a sample.
+        may_read_later: whether placeholders that can be read will do, if the job supports them.
 
     Errors:
         TaskError: transformers is missing, or cannot create the model.
@@ -79,6 +87,8 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
         DataError: the data's token ids or the sequence length are too large for the model.
     """
     import torch
+
+    from hvdtrain.state.placeholder import models_read_later
 
     import_library("transformers", "the language_model task", "lm")
     if config.config and config.from_ and not is_of_other_trainer(config.from_):
@@ -97,10 +107,14 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
     kernel = {"attn_implementation": "eager"} if config.attention == "eager" else {}
     try:
         auto = _kind(model_config)
-        model: nn.Module
-        if source is not None:
+        model: nn.Module | None = None
+        later = models_read_later() if may_read_later and source is not None else None
+        if source is not None and later is not None and not source.is_checkpoint:
+            model = model_to_read(auto, source.folder, model_config, kernel)
+            later += [model] if model is not None else []
+        if model is None and source is not None:
             model = _with_weights(auto, source, read_weights(source), model_config, kernel)
-        else:
+        if model is None:
             model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
     except HvdtrainError:
         raise
@@ -110,6 +124,7 @@ def causal_lm(config: ModelConfig, source: SavedModel | None = None, *, vocabula
             found=f"{type(error).__name__}: {error}",
             next_step="copy the folder of the model again" if type(error).__name__ == "SafetensorError" else None,
         ) from error
+    assert model is not None
     model.train()
     return model
 

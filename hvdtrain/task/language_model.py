@@ -47,7 +47,9 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
     source = find_model(model.from_, config=model.config) if model.from_ else None
     corpus = open_corpus(data, own_tokenizer=source.tokenizer() if source is not None else None)
-    made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len)
+    # Adapters need the digest of the weights, and separate documents a check of what they do.
+    later = lora is None and not data.separate
+    made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len, may_read_later=later)
     if lora is not None:
         add_adapters(made, lora)
     targets: Callable[[Any], Targets] = joined_targets

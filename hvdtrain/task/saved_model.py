@@ -1,20 +1,32 @@
-"""Models on disk: what `--model.from` names: a run, one of its checkpoints, a folder, or what another trainer saved."""
+"""Models on disk: what `--model.from` names, and the weights of a folder of transformers, read one parameter at a time.
+
+That may be a run, one of its checkpoints, a folder, or a checkpoint of another trainer. A rank that reads one parameter
+at a time never holds the whole model; `from_pretrained` reads all of them, or with a `DistributedConfig` this rank's
+part for an exchange of its own. The names and conversions are transformers' own, such as of the experts that a folder
+has one by one.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import CheckpointError, ConfigError, listed
+from hvdtrain.errors import CheckpointError, ConfigError, TaskError, listed
 from hvdtrain.files import read_regular
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.task.encode import TOKENIZER, TOKENIZER_FILES, is_byte_tokenizer
 from hvdtrain.task.other_trainers import READERS, SOURCE, convert
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hvdtrain.state.pieces import StateDict
 
 
@@ -157,6 +169,75 @@ def _checkpoint_of(run: Path, which: str, option: str) -> Path:
     )
 
 
+class StoredWeights:
+    """The tensors of a folder under the names of a model.
+
+    `files`: that have the tensors, by their names there.
+
+    Errors: ImportError: transformers is too old.
+    """
+
+    def __init__(self, model: Any, files: Mapping[str, Path]) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        self._model, self._files = model, files
+        self._own = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
+        transforms = get_model_conversion_mapping(model)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        self._first: dict[str, str] = {}  # of the names that one conversion yields
+        for key in sorted(files, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, self._own)
+            if name not in self._own and key in self._own:
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, self._own)
+            self._sources.setdefault(name, []).append((key, pattern))
+            targets = self._converters[pattern].target_patterns if pattern else [""]
+            self._first |= {name.replace(targets[0], target): name for target in targets} if pattern else {name: name}
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the folder has a tensor."""
+        return name in self._first
+
+    def unknown(self) -> list[str]:
+        """Return the names that the model does not have."""
+        return [name for name in self._first if name not in self._own]
+
+    def read(self, name: str) -> Tensor:
+        """Read a tensor, into memory of its own. Errors: TaskError: it is damaged, or of another model."""
+        try:
+            return self._read(name)
+        except Exception as error:  # of files, of safetensors, and of transformers' conversions
+            path = self._files[self._sources[self._first[name]][0][0]]
+            raise TaskError(
+                f"{name} cannot be read from {path}",
+                found=f"{type(error).__name__}: {error}",
+                next_step="copy the folder of the model again, or name another one: --model.from",
+            ) from error
+
+    def _read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        first, (shape, dtype) = self._first[name], self._own[name]
+        found = self._sources[first]
+        paths = {key: self._files[key] for key, _ in found}
+        with ExitStack() as stack:  # what was read of mapped files counts as memory of this process until then
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {*paths.values()}}
+            if found[0][1] is None:
+                value: Tensor = opened[paths[found[-1][0]]].get_tensor(found[-1][0]).to(dtype, copy=True)
+            else:
+                converter = copy.deepcopy(self._converters[found[0][1]])
+                for key, pattern in found:
+                    converter.add_tensor(first, key, pattern, partial(opened[paths[key]].get_tensor, key))
+                values = converter.convert(first, model=self._model, config=self._model.config)[name]
+                value = (values[0] if isinstance(values, Sequence) else values).to(dtype)
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)} in the folder, and {tuple(shape)} in the model")
+        return value
+
+
 def files_of(folder: Path) -> dict[str, Path]:
     """Return the files of a folder by the names of their tensors; {} if it has none. Errors: OSError, ValueError."""
     if (folder / _INDEX).is_file():
@@ -167,3 +248,39 @@ def files_of(folder: Path) -> dict[str, Path]:
 
     with safe_open(folder / WHOLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / WHOLE)
+
+
+def model_to_read(auto: Any, folder: Path, config: Any, kernel: Mapping[str, str]) -> Any:
+    """Return a model in float32 with placeholders that have `read`, and with the buffers of a folder.
+
+    None if this is not possible: the model is quantized, transformers is too old, or the folder lacks a tensor, which
+    `from_pretrained` names.
+
+    `auto`: a class of transformers that makes models. `folder`: with config.json and safetensors files. `kernel`:
+    further arguments of the model.
+    """
+    import torch
+
+    from hvdtrain.state.placeholder import Placeholder, parameters_without_memory
+
+    if getattr(config, "quantization_config", None) is not None or not (files := files_of(folder)):
+        return None
+    with parameters_without_memory(draw=False):
+        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **kernel)
+    try:
+        weights = StoredWeights(model, files)
+    except ImportError:
+        return None
+    names: dict[Any, list[str]] = {}  # of tied parameters, all
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    stored = {parameter: next((n for n in known if n in weights), None) for parameter, known in names.items()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    if None in stored.values() or not all(name in weights for name in buffers):
+        return None
+    for parameter, name in stored.items():
+        assert isinstance(parameter, Placeholder) and name is not None
+        parameter.read = partial(weights.read, name)
+    for name, buffer in buffers.items():
+        buffer.copy_(weights.read(name))
+    return model

@@ -71,7 +71,8 @@ def run_training(
     make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.
     if plan.places_model:
-        task, warning = make_task_by_rank(make, rounds.enter(STARTED))
+        reads_later = plan.dimensions.cp == 1  # it checks the model on rank 0, which needs values
+        task, warning = make_task_by_rank(make, rounds.enter(STARTED), may_read_later=reads_later)
     else:
         task, warning = make(), ""
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""

@@ -17,13 +17,15 @@ from torch.utils.data import TensorDataset
 from hvdtrain import Task
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.config.schema import Config
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.plan.plan import Plan
 from hvdtrain.state.divided import is_divided
 from hvdtrain.state.placeholder import Placeholder
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.training.start.make_task import make_task, make_task_by_rank
 from tests.support.divided_models import divided
 
@@ -198,3 +200,42 @@ def test_a_rank_holds_its_rows_and_one_block(by: str, job: Comm) -> None:
     else:
         assert peak < blocks * block + block + slack
     engine.close()
+
+
+def _saved(folder: Path, job: Comm) -> tuple[Path, Callable[[], Task]]:
+    """The folder of a model of transformers, which rank 0 has written, and what makes a task of it."""
+    pytest.importorskip("transformers", minversion="5.23")
+    made = Path(broadcast_json(job, str(folder), name="folder")) / "saved"
+    if job.rank == 0:
+        divided("deepseek", tied=False).model.save_pretrained(made)
+    job.barrier()
+    config = ModelConfig(from_=str(made))
+    return made, lambda: _task(causal_lm(config, vocabulary=64, seq_len=8, may_read_later=True), plan={})
+
+
+@pytest.mark.parametrize("by", ["fsdp", "tp", "ep"])
+def test_the_weights_of_a_folder_are_read_where_they_are_placed(by: str, job: Comm, tmp_path: Path) -> None:
+    """No rank has them before; each gets its part of them."""
+    if job.size > 2:
+        pytest.skip("other numbers do not divide the heads")
+    _, build = _saved(tmp_path, job)
+    expected = _named(make_task(build, Config()).model)
+    whole, _ = make_task_by_rank(partial(make_task, build, Config()), job, may_read_later=False)
+    assert isinstance(next(whole.model.parameters()), Placeholder) == (job.rank > 0), "rank 0 has the values"
+    del whole  # placeholders of other models are refused
+    task, warning = _make(build, job)
+    assert not warning and all(isinstance(p, Placeholder) for p in task.model.parameters())
+    engine = _divide(task, job, by)
+    _check_values(task.model, expected)
+    engine.close()
+
+
+def test_weights_that_cannot_be_read_are_an_error_on_each_rank(job: Comm, tmp_path: Path) -> None:
+    folder, build = _saved(tmp_path, job)
+    task, _ = _make(build, job)
+    job.barrier()
+    if job.rank == 0:
+        next(folder.glob("*.safetensors")).write_bytes(b"")
+    job.barrier()
+    with pytest.raises(HvdtrainError, match=r"cannot be read from .*\.safetensors"):
+        _divide(task, job, "fsdp")

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from hvdtrain import Task
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.state.placeholder import Placeholder, values_read_later
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm, load_model
 from hvdtrain.task.language_model import language_model
 from hvdtrain.task.saved_model import SavedModel
@@ -161,6 +162,20 @@ def test_a_run_does_not_depend_on_ranks_and_its_checkpoint_has_the_layers(tmp_pa
         assert len(again.model.layers) == 2 + layers
         for name, value in again.state_dict().items():
             assert torch.equal(value, loaded.state_dict()[name]), name
+
+
+def test_weights_of_a_folder_are_read_one_by_one(tmp_path: Path) -> None:
+    made = _model()
+    made.save_pretrained(tmp_path, max_shard_size="20KB")
+    options = ModelConfig(from_=str(tmp_path), mtp_layers=2)
+    with values_read_later() as read:
+        later: Any = causal_lm(options, vocabulary=257, seq_len=TOKENS, may_read_later=True)
+    assert read == [later]
+    for name, parameter in later.named_parameters():
+        assert isinstance(parameter, Placeholder) and parameter.read is not None
+        assert torch.equal(parameter.read(), dict(made.named_parameters())[name])
+    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False), mtp=True)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in made.state_dict().items())
 
 
 def test_a_folder_that_lacks_a_weight_or_is_damaged_is_an_error(tmp_path: Path) -> None:

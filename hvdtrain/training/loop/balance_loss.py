@@ -89,7 +89,8 @@ class BalanceLoss(StepPart):
         counter = TokenCounter(experts, ids_SK.device)
         counts_SE = counter.add(counter.zeros(len(ids_SK)), ids_SK)[:, 1:-1].to(shares_SE.dtype)
         frequencies_SE = counts_SE * (experts / ids_SK.shape[1])
-        return logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
+        loss: Tensor = logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
+        return loss
 
 
 def _is_elsewhere(parameter: nn.Parameter) -> bool:

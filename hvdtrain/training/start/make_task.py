@@ -24,7 +24,7 @@ from hvdtrain.data.loader import dataset_length, training_samples
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import LaunchError, TaskError
 from hvdtrain.state.checkpoint_store import may_be_added
-from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders
+from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders, values_read_later
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import describe
 
@@ -97,8 +97,10 @@ def make_task(build: Callable[[], Any], config: Config) -> Task:
     return task
 
 
-def make_task_by_rank(make: Callable[[], Task], comm: Comm) -> tuple[Task, str]:
+def make_task_by_rank(make: Callable[[], Task], comm: Comm, *, may_read_later: bool = True) -> tuple[Task, str]:
     """Make the task; on ranks other than 0, the model's parameters have no memory. Collective: yes.
+
+    On rank 0 they have none either if the task can read them later, and the job `may_read_later`.
 
     If that fails on a rank, it makes the task again, with all values. So it does if it has drawn other random numbers
     than rank 0, because its data could differ.
@@ -106,16 +108,20 @@ def make_task_by_rank(make: Callable[[], Task], comm: Comm) -> tuple[Task, str]:
     Returns the task; and a warning if ranks other than 0 have made the whole model, else "".
     """
     task, reason, placeholders = None, "", list[str]()
+    reading: AbstractContextManager[list[Any]] = values_read_later() if may_read_later else nullcontext([])
     emptying: AbstractContextManager[list[str]] = parameters_without_memory() if comm.rank else nullcontext([])
-    try:
-        with emptying as placeholders:
-            task = make()
-        if comm.rank:
-            refuse_other_placeholders(task.model)
-    except Exception as error:
-        if not placeholders:
-            raise
-        task, reason = None, f"{type(error).__name__}: {error}".partition("\n")[0]
+    with reading as later:
+        try:
+            with emptying as placeholders:
+                task = make()
+            if comm.rank or later:
+                refuse_other_placeholders(task.model)
+        except Exception as error:
+            if not (placeholders or later):
+                raise
+            task = None
+            if comm.rank:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     if task is None:
         task = make()
     numpys: Any = np.random.get_state()
