@@ -335,3 +335,11 @@ def test_gpus_decode_values_of_all_ranks_at_once() -> None:
     on_cpu, on_gpu = (predict_memory(*_parsed(*options[:-1], f"{options[-1]}={d}"), 4) for d in ("cpu", "cuda"))
     indices = 4 * 0.1 * (4 << 20) / 4 * 8
     assert on_gpu.peak > on_cpu.peak + indices / 2
+
+
+@pytest.mark.slow
+def test_an_average_of_the_parameters_counts() -> None:
+    plain, averaged = (predict_memory(*_parsed(*BLOCKS, *more), 1) for more in ((), ("--train.ema=0.9",)))
+    trained = [p for p in _parsed(*BLOCKS)[1]().model.parameters() if p.requires_grad]
+    assert averaged.model - plain.model == sum(p.nbytes for p in trained)
+    assert abs(averaged.peak - plain.peak - (averaged.model - plain.model)) <= SPACE * len(trained)
