@@ -346,3 +346,11 @@ def test_gpus_decode_values_of_all_ranks_at_once() -> None:
 def test_sizes_divide_the_work_evenly(global_batch: int, ranks: int, sizes: list[int]) -> None:
     """Micro-batches of 8 would give one of two ranks 16 of 24 samples."""
     assert sizes_to_try(global_batch, ranks) == sizes
+
+
+@pytest.mark.slow
+def test_an_average_of_the_parameters_counts() -> None:
+    plain, averaged = (predict_memory(*_parsed(*BLOCKS, *more), 1) for more in ((), ("--train.ema=0.9",)))
+    trained = [p for p in _parsed(*BLOCKS)[1]().model.parameters() if p.requires_grad]
+    assert averaged.model - plain.model == sum(p.nbytes for p in trained)
+    assert abs(averaged.peak - plain.peak - (averaged.model - plain.model)) <= SPACE * len(trained)
