@@ -21,6 +21,9 @@ ENGINES = ("horovod", "ddp", "fsdp")
 AUTO = "auto"
 """Option value: choose the compression that pays, in the first steps."""
 
+BITS = "bits"
+"""Option value of what is reproducible: every bit, on any number of ranks."""
+
 BF16_WEIGHTS = "bf16-weights"
 """Option value of the precision: forward and backward get bf16 copies of the fp32 parameters that are updated."""
 
@@ -63,6 +66,8 @@ class Plan:
     compiled: bool = False  # whether blocks are compiled
     averaged: bool = False  # whether an average of the parameters is kept
     elastic: bool = False  # whether ranks may join and leave
+    bits: bool = False  # whether sums have the same bits on any number of ranks
+    micro_batches: int = 0  # of a step over all ranks; 0 until their size is known
 
     @property
     def by_horovod(self) -> bool:
@@ -137,4 +142,6 @@ def plan_of(config: Config, *, elastic: bool = False) -> Plan:
         compiled=train.compile,
         averaged=train.ema is not None,
         elastic=elastic,
+        bits=train.reproducible == BITS,
+        micro_batches=0 if train.micro_batch == SIZE_AUTO else -(-train.global_batch // train.pass_samples),
     )

@@ -23,6 +23,7 @@ from hvdtrain.errors import ETC, RunDirectoryError, listed
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.sinks import Recorder
+from hvdtrain.plan.description import more_bytes
 from hvdtrain.plan.plan import Plan
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.host import describe_map, problems
@@ -201,6 +202,8 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     shapes = [whole_shape(p) for p in task.model.parameters() if p.requires_grad]
     if warning := beyond_break_even(worker.plan, shapes, size):
         recorder.warn(warning)
+    if worker.plan.bits:
+        recorder.say(f"all sums are taken in one order{more_bytes(worker.plan, size)}")
     if current.batch_norm is not None:
         recorder.say(
             f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"

@@ -33,8 +33,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     mutation(
         "training/loop/evaluate.py",
-        "total[0] = total[0] + _exact(value)",
-        "total[0] = float(torch.tensor(total[0]) + value)",
+        "[sum(n for own in ranks if name in own for n in own[name][part]) for part in (0, 1)]",
+        "[float(torch.tensor([n for own in ranks if name in own for n in own[name][part]]).sum()) for part in (0, 1)]",
         "held-out losses are summed in fp32",
         "tests/training/test_evaluate.py",
     ),
