@@ -105,6 +105,11 @@ class Plan:
         """Whether gradients are summed in each pass, so that a rank never holds all of them."""
         return self.shard in ("gradients", "parameters")
 
+    @property
+    def deals_in_turn(self) -> bool:
+        """Whether neighbouring micro-batches go to different ranks: then owners add up each pass in their order."""
+        return self.bits and self.sums_each_pass
+
     def summing(self, ranks: Ranks, share: float) -> Ranks:
         """Return the ranks that sum what this share of all `ranks` has: neighbours have other parts of the model."""
         size = round(ranks.size * share)

@@ -164,7 +164,7 @@ def test_what_cannot_keep_bits_is_named_with_the_nearest_that_can(options: dict[
     train = replace(options.get("train", TrainConfig()), reproducible="bits")
     with pytest.raises(ConfigError, match=f"--train.reproducible bits does not support {found}: ") as caught:
         resolve(config(**{**options, "train": train}))
-    assert f"--{found[2:].split()[0]} " in str(caught.value.next_step) or "--memory.offload none" in found
+    assert f"{found.split()[-2]} " in str(caught.value.next_step)
     assert "--train.reproducible none" in str(caught.value.next_step)
 
 

@@ -156,7 +156,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         place,
         places,
         uniform=uniform or together,
-        in_turn=together or (worker.plan.bits and worker.plan.sums_each_pass),
+        in_turn=together or worker.plan.deals_in_turn,
         workers=workers,
     )
     ledger = Ledger(current.layout.ledger, recorder.warn)
