@@ -194,6 +194,9 @@ class TrainConfig:
             products and convolutions, off for neither, auto for the choice of torch, usually convolutions only
         deterministic: use deterministic torch kernels, and refuse operations without one; slower on CUDA, no change on
             CPUs
+        reproducible: bits for the same bits of parameters and optimizer on any number of ranks, also where it changes:
+            sums are taken in one order, and each rank has the number of threads of the first start (OMP_NUM_THREADS,
+            or 1). Implies deterministic
         compile: compile each block of the model with torch.compile; the exchange still overlaps backward. The first
             evaluation and first step take longer. CPUs need a C++ compiler
     """
@@ -214,6 +217,7 @@ class TrainConfig:
     max_skipped: int = 10
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False
+    reproducible: Literal["none", "bits"] = "none"
     compile: bool = False
 
 

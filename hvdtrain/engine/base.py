@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain.data.tree import Positions
 from hvdtrain.engine.schedule import Passes, Schedule
 from hvdtrain.engine.sums import Loss, Sums
 from hvdtrain.exchange.residuals import Residuals
@@ -70,11 +71,13 @@ class Engine:
         """The stage of this rank in a pipeline; None without."""
         return self.schedule.stage
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, micro_batches: int, positions: Positions | None = None) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle.
 
-        Those of weight 0 are included. Collective: yes, if parameters were added, frozen or freed since the last step.
+        Those of weight 0 are included, which `positions` leaves out. Collective: yes, if parameters were added, frozen
+        or freed since the last step.
         """
+        self.sums.positions = positions
         self.sums.refresh()
         self.optimizer.zero_grad()
         self.schedule.begin(micro_batches)

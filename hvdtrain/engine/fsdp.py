@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_owned
+from hvdtrain.engine.divisible import DividedSums, norm_by_row, norm_of_parts, own_rows, use_owned
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages
 from hvdtrain.engine.fsdp_use import UsedParameters
@@ -61,7 +61,7 @@ class FsdpSums(DividedSums):
     ) -> None:
         super().__init__(parts.model, mesh.shard)
         self.compression, self._optimizer = parts.plan.compression, parts.optimizer
-        self._elsewhere = elsewhere(parts.plan)
+        self._elsewhere, self._in_order = elsewhere(parts.plan), parts.plan.bits
         self._layout, self._collectives, self.schedule = layout, collectives, schedule
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
@@ -115,7 +115,7 @@ class FsdpSums(DividedSums):
         self._sums.clear()
         self._used.begin()
         if self._collectives is not None:
-            self._collectives.begin()
+            self._collectives.begin(self.positions, self.schedule.left)
         if self._groups is not None:
             self._groups.begin()
 
@@ -181,6 +181,8 @@ class FsdpSums(DividedSums):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
+        if self._in_order:
+            return norm_by_row(self._owned, self._parameters, self._comm)
         everyone = self._layout.everyone
         return super().norm(gradients) if everyone is None else norm_of_parts(self._owned, everyone, self._model)
 
@@ -209,7 +211,9 @@ class FsdpSums(DividedSums):
         rows, parameter.grad = local(parameter.grad), None
         if self._collectives is not None and name in self._collectives.carried:
             assert self._collectives.has_summed(rows), "torch has copied an unfinished sum"
-        self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
+        if name in self._sums and not self._in_order:
+            rows = self._sums[name].add_(rows)
+        self._sums[name] = rows
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]

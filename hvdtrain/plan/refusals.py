@@ -38,6 +38,7 @@ INSTEAD: Mapping[str, tuple[Any, ...]] = {
     "precision": ("bf16",),
     "train.compile": (False,),
     "train.ema": (None,),
+    "train.reproducible": ("none",),
     ELASTIC: (False,),
 }
 """Values that may replace those of an option, the likeliest first."""
@@ -273,6 +274,27 @@ def _workers(plan: Plan) -> _Found:
             yield Refusal(("parallel.sync", name), because)
 
 
+def _bits(plan: Plan) -> _Found:
+    if not plan.bits:
+        return
+    for name, is_set, because in (
+        ("parallel.compression", plan.compression != "none", "what it loses depends on which rank has a micro-batch"),
+        ("parallel.engine", plan.engine == "ddp", "torch's DDP sums in the order of ranks"),
+        ("parallel.dp_shard", plan.dp_shard is not None, "sums between groups are not yet there with it"),
+        *(
+            (dimension, True, "sums of what ranks compute together are not yet there with it")
+            for dimension in _all_dimensions(plan)
+        ),
+        ("parallel.sync", plan.outer is not None, "workers that train apart do not sum gradients"),
+        ("train.micro_batch", plan.finds_micro_batch, "its size would follow from the memory of the ranks"),
+        ("train.compile", plan.compiled, "compiled code depends on the shapes that a rank has seen"),
+    ):
+        if is_set:
+            yield Refusal(("train.reproducible", name), because)
+    if plan.offload and plan.engine == "fsdp":
+        yield Refusal(("train.reproducible", "parallel.engine", "memory.offload"), "torch copies sums before their end")
+
+
 PARTS: tuple[Callable[[Plan], _Found], ...] = (
     _division,
     _schedule,
@@ -281,5 +303,6 @@ PARTS: tuple[Callable[[Plan], _Found], ...] = (
     _changing_ranks,
     _balance,
     _workers,
+    _bits,
 )
 """Each yields what its part of a plan refuses."""

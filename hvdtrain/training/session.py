@@ -41,6 +41,7 @@ from hvdtrain.training.start.device import (
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
+from hvdtrain.training.start.same_bits import check_keeps_bits, fix_threads
 
 
 def run_training(
@@ -61,7 +62,7 @@ def run_training(
     parallel = run.config.parallel
     # before anything costs time
     plan = resolve(run.config, elastic=rounds.elastic)
-    if run.config.train.deterministic:
+    if run.config.train.deterministic or plan.bits:
         use_deterministic_kernels(info.variables)
     # In an elastic job a rank that joins chooses alone.
     first = None if rounds.elastic else rounds.enter(STARTED)
@@ -76,6 +77,8 @@ def run_training(
     else:
         task, warning = make(), ""
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
+    if plan.bits:
+        check_keeps_bits(task.model)
     worker = make_worker_state(run, plan, task, device, info)
     worker.note, worker.binding = note, binding
     heldout = 0 if task.heldout_data is None else dataset_length(task.heldout_data, least=0)
@@ -136,7 +139,7 @@ def _train_round(
 
 
 def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]) -> Result | None:
-    run, worker, recorder, spans = current.run, current.worker, current.recorder, current.spans
+    run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
     horovod = add_job_observers(current, timeline, sinks)
     with refuse_exit():
         with ExitStack() as stack:
@@ -150,6 +153,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             add_listeners(spans, run.config.observe, worker.device, stack)
             energy = describe_start(current)
             resumed_at = resume_state(current)
+            if worker.plan.bits:
+                fix_threads(worker, comm)
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
             start, stamps = add_stamps(current)
             live = add_traces(current, horovod, start)

@@ -116,11 +116,12 @@ def _after_backward(
     worker.use_exchange(engine)
     place, places, _ = worker.plan.dimensions.samples(comm.rank, comm.size)
     batch, uniform = (config.train.global_batch, config.train.micro_batch), engine.uniform_passes
-    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform)
+    in_turn = worker.plan.deals_in_turn
+    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform, in_turn=in_turn)
     collate = task.collate or torch.utils.data.default_collate
     drawn = [(where, samples, 1.0) for where, _, samples in fetch_step(replace(stream, uniform=False), 0)]
     drawn += [(*drawn[-1][:2], 0.0) for _ in stream.repeated(0)]
-    engine.begin(len(drawn))
+    engine.begin(len(drawn), stream.positions(0) if worker.plan.bits else None)
 
     def forward(where: MicroBatch, samples: list[Any], weight: float) -> Callable[[], None]:
         seed_forward(config.seed, where.start)

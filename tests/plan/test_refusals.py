@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -134,6 +135,29 @@ def test_what_others_ask_of_a_plan(engine: str) -> None:
     assert plan.by_horovod == (engine == "horovod") and plan.places_model == plan.torch_in_passes == (engine == "fsdp")
     assert plan.copies_weights == (engine != "fsdp") and plan.dimensions == Dimensions(cp=2)
     assert plan.shard == ("parameters" if engine == "fsdp" else "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"compression": "int8"}, "--parallel.compression int8"),
+        ({"compression": AUTO}, "--parallel.compression auto"),
+        ({"engine": "ddp"}, "--parallel.engine ddp"),
+        ({"engine": "fsdp", "dp_shard": 2}, "--parallel.dp_shard 2"),
+        ({"engine": "fsdp", "offload": "optimizer"}, "--parallel.engine fsdp with --memory.offload optimizer"),
+        *(({name: 2}, f"--parallel.{name} 2") for name in ("tp", "ep", "cp", "pp")),
+        ({"sync": "diloco:2", "workers": 2}, "--parallel.sync diloco:2"),
+        ({"train": TrainConfig(micro_batch="auto")}, "--train.micro_batch auto"),
+        ({"train": TrainConfig(compile=True)}, "--train.compile true"),
+    ],
+    ids=str,
+)
+def test_what_cannot_keep_bits_is_named_with_the_nearest_that_can(options: dict[str, Any], found: str) -> None:
+    train = replace(options.get("train", TrainConfig()), reproducible="bits")
+    with pytest.raises(ConfigError, match=f"--train.reproducible bits does not support {found}: ") as caught:
+        resolve(config(**{**options, "train": train}))
+    assert f"{found.split()[-2]} " in str(caught.value.next_step)
+    assert "--train.reproducible none" in str(caught.value.next_step)
 
 
 def test_groups_that_exchange_apart() -> None:

@@ -163,11 +163,12 @@ def make_worker_state(run: RunConfig, plan: Plan, task: Task, device: torch.devi
         autocast_experts(model)
     checkpoint_blocks(model, run.config.memory.checkpointing)
     compiled = compile_blocks(model, without_hooks=plan.dimensions.pp > 1) if train.compile else 0
-    optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
+    may_fuse = not plan.bits or (device.type != "cpu" and not plan.offload)
+    optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer, may_fuse=may_fuse)
     warnings = []
     if task.optimizer is not None:
-        check_own_optimizer(task.optimizer, model)
-    elif optimizer.defaults.get("fused") is False:
+        check_own_optimizer(task.optimizer, model, may_fuse=may_fuse)
+    elif optimizer.defaults.get("fused") is False and may_fuse:
         named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
         reason = why_not_fused(named, sparse_only(model))
         warnings.append(f"the update of the parameters takes longer: {reason}")

@@ -206,7 +206,8 @@ class Trainer:
         mine, repeated = share.batches, share.repeated
         timed = self._begin_step(progress.step + 1, share.end)
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
-        result = self.stepper.run(parts, len(mine), values, len(repeated))
+        positions = share.positions if self._worker.plan.bits else None
+        result = self.stepper.run(parts, len(mine), values, len(repeated), positions)
         timed.end(self.stepper.spans)
         timed.record(self.stepper.spans)
         if self.balance is not None:

@@ -117,7 +117,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         current.batch_norm,
         make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         buffers,
-        Rollback(worker.state.model, together=together),
+        Rollback(worker.state.model, together=together, refuses=worker.plan.bits),
         # Changes biases after the step is applied, which there is nothing to roll back of.
         make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
@@ -156,7 +156,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         place,
         places,
         uniform=uniform or together,
-        in_turn=together,
+        in_turn=together or worker.plan.deals_in_turn,
         workers=workers,
     )
     ledger = Ledger(current.layout.ledger, recorder.warn)

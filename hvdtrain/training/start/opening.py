@@ -23,6 +23,7 @@ from hvdtrain.errors import ETC, RunDirectoryError, listed
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.sinks import Recorder
+from hvdtrain.plan.description import more_bytes
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.host import describe_map, problems
 from hvdtrain.runtime.interfaces import describe_exposure
@@ -204,6 +205,8 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
             f"--parallel.compression {name} sends more than none on {size} ranks, as each gets what all others keep;"
             " use --parallel.compression powersgd:4, or fp16"
         )
+    if worker.plan.bits:
+        recorder.say(f"all sums are taken in one order{more_bytes(worker.plan, size)}")
     if current.batch_norm is not None:
         recorder.say(
             f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.micro_batch}: the loss curve"

@@ -21,8 +21,8 @@ MUTATIONS: Table = {
             "*range(b.start, b.stop)]",
         ),
         "held-out losses are summed in fp32": (
-            "total[0] = total[0] + _exact(value)",
-            "total[0] = float(torch.tensor(total[0]) + value)",
+            "[sum(n for own in ranks if name in own for n in own[name][part]) for part in (0, 1)]",
+            "[sum(torch.tensor(own[name][part]).sum().item() for own in ranks if name in own) for part in (0, 1)]",
         ),
         "held-out samples that draw random numbers are others each time": (
             "[sample_seed(0, b),",
