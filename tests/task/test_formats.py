@@ -243,7 +243,7 @@ def test_bad_files_and_options(
 @pytest.mark.parametrize(
     ("url", "method", "raised", "error", "found"),
     [
-        ("unheardof://b/x.jsonl", "", None, DataError, "Protocol not known: unheardof"),
+        ("unheardof://b/x.jsonl", "", None, ConfigError, "Protocol not known: unheardof"),
         ("memory://b/none.jsonl", "", None, DataError, "none.jsonl"),
         ("memory://b/none*.jsonl", "", None, DataError, "nothing"),
         ("memory://b/*.jsonl", "glob", PermissionError(13, "Access Denied"), DataError, "Access Denied"),
