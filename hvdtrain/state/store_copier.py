@@ -52,7 +52,7 @@ class StoreCopier:
         self._wanted: Path | None = None  # the newest checkpoint, until it is copied
         self._copying: Path | None = None
         self._resumed: tuple[int, int] | None = None  # set aside what the store has after it, first
-        self._copied_step = 0  # step of the newest copy
+        self._copied_step = 0  # step of the newest copy of this start
         self._tries = 0  # that failed in a row
         self._is_closed = False
         self._done: deque[dict[str, Any]] = deque()  # events that are not yet recorded
@@ -128,11 +128,11 @@ class StoreCopier:
         newest = saved_at(wanted) if (wanted := self._wanted) is not None else None
         if newest is None:
             return
-        has = f"its newest copy is of step {self._copied_step}" if self._copied_step else "it has no copy yet"
+        copied = self._copied_step
+        behind = f"is {newest.step - copied} steps behind, at step {copied}" if copied else "has no copy of this start"
         self._warn(
-            f"{self._stored.url} is {newest.step - self._copied_step} steps behind: {self._last_error}. Training"
-            f" continues; step {newest.step} is saved on this machine, {has}. Another try follows, at the latest after"
-            f" {_RETRY_S[1]:.0f} s"
+            f"{self._stored.url} {behind}: {self._last_error}. Training continues; step {newest.step} is saved on this"
+            f" machine. Another try follows, at the latest after {_RETRY_S[1]:.0f} s"
         )
 
     def _run(self) -> None:

@@ -52,21 +52,22 @@ class S3Server:
             "filer.port": filer,
             "s3.port": s3,
             "s3.config": self._folder / "users.json",
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
         }
         words = [f"-{name}={value}" for name, value in options.items()]
-        log = (self._folder / "log").open("ab")
-        self._process = subprocess.Popen(
-            [program("weed"), "server", *words, "-s3"], cwd=self._folder, stdout=log, stderr=log
-        )
+        with (self._folder / "log").open("ab") as log:
+            command = [program("weed"), "server", *words, "-s3"]
+            self._process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log)
         end = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < end:
+        while time.monotonic() < end and self._process.poll() is None:
             with suppress(Exception):  # it does not answer yet, in one of several ways
                 system = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
                 system.makedirs(BUCKET, exist_ok=True)
                 system.pipe_file(f"{BUCKET}/ready", b"")
                 return
             time.sleep(0.2)
-        raise TimeoutError((self._folder / "log").read_text()[-2000:])
+        raise RuntimeError((self._folder / "log").read_text()[-2000:])
 
     def kill(self) -> None:
         """Kill it. Its data stays."""

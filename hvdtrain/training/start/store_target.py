@@ -43,8 +43,10 @@ def fetch_run(run: RunConfig, claim: RunDirectory) -> None:
     Errors: those of `claim_store`; RunDirectoryError: the run folder cannot be written.
     """
     stored, resume = claim.stored, claim.resolve_resume(run.config.resume)
-    if stored is None or Path(resume).resolve().is_relative_to(claim.path.resolve()):
+    if stored is None:
         return
+    if resume not in ("auto", "never") and Path(resume).resolve().is_relative_to(claim.path.resolve()):
+        return  # an older one of the run folder is asked for
     there = stored.list()
     if resume == "never" and there:
         raise UnusableRunDirectoryError(
