@@ -1,20 +1,18 @@
 """Mutations of `hvdtrain/doctor/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "doctor/hosts/checks.py",
-        "for host, facts in survey.facts.items() if facts.host.fabric}",
-        "for host, facts in survey.facts.items()}",
-        "doctor warns of locked memory where only TCP is used",
-        "tests/doctor/hosts/test_checks.py",
-    ),
-    mutation(
-        "doctor/hosts/survey.py",
-        "Offset((there - (sent + came) / 2) * 1e-9,",
-        "Offset((there - sent) * 1e-9,",
-        "the time of the question counts as an offset of the clocks",
-        "tests/doctor/hosts/test_clock_offset.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("doctor/hosts/checks.py", "tests/doctor/hosts/test_checks.py"): {
+        "doctor warns of locked memory where only TCP is used": (
+            "for host, facts in survey.facts.items() if facts.host.fabric}",
+            "for host, facts in survey.facts.items()}",
+        ),
+    },
+    ("doctor/hosts/survey.py", "tests/doctor/hosts/test_clock_offset.py"): {
+        "the time of the question counts as an offset of the clocks": (
+            "Offset((there - (sent + came) / 2) * 1e-9,",
+            "Offset((there - sent) * 1e-9,",
+        ),
+    },
+}
