@@ -103,7 +103,7 @@ class StoreFolder:
         def create() -> bool:
             try:
                 self._system.pipe_file(self._made(name), content, mode="create")
-            except Exception:  # of many classes; a request whose answer was lost may have been carried out
+            except Exception:  # of many classes; the answer may be lost of a request that was carried out
                 try:
                     return bytes(self._system.cat_file(self._at(name))) == content
                 except FileNotFoundError:

@@ -173,6 +173,7 @@ class StoreCopier:
         if path is None:
             return
         size_bytes = 0 if is_there else self._stored.upload(path, self._check_open)
+        self._copied_step = _step(path)
         self._stored.upload_records(self._layout)
         self._stored.remove_old(self._keep, path.name)
         seconds = time.monotonic() - began
@@ -187,7 +188,7 @@ class StoreCopier:
                 self._wanted = None
 
     def _check_open(self) -> None:
-        """End a copy whose checkpoint nobody waits for."""
+        """End a copy that nobody waits for."""
         if self._is_closed:
             raise UnwrittenCheckpointError("the run has ended")
 

@@ -51,7 +51,7 @@ class Source:
     end: Callable[[], int | None]  # returns the id after each document; None if there is none, or it is unknown
     paths: Sequence[str] = ()  # of the files or folders that are read
     note: Callable[[], str] = str  # returns a line about the ids after they have been written
-    skip: Callable[[int], None] = lambda pieces: None  # lets the next pieces be empty, whose ids are written already
+    skip: Callable[[int], None] = lambda pieces: None  # lets the next pieces be empty: their ids are written already
     read: ReadBytes | None = None  # how far the files are read
 
 
