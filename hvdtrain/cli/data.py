@@ -25,14 +25,19 @@ _EVERY_S = {True: 0.2, False: 10.0}
 """Seconds between two lines about the progress, on a terminal and elsewhere."""
 
 
+def parser() -> Parser:
+    """Declare what is not an option of train."""
+    made = Parser(prog="hvdtrain data", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("action", choices=["prepare"], help="make the tokens")
+    return made
+
+
 def main(argv: list[str]) -> int:
     """Make the tokens. Return 0.
 
     Errors: ConfigError: the task is not the language model; those of `prepare_corpus`.
     """
-    parser = Parser(prog="hvdtrain data", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("action", choices=["prepare"], metavar="prepare", help="make the tokens")
-    _, rest = parser.parse_known_args(argv)
+    _, rest = parser().parse_known_args(argv)
 
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.errors import ConfigError
