@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": ("hvdtrain.cli.compare", "compare the losses, options and costs of runs"),
     "fit": ("hvdtrain.cli.fit", "predict the memory of a rank, without a GPU and before the job runs"),
     "plan": ("hvdtrain.cli.plan", "say which ranks hold and send what; which options do not go together"),
+    "data": ("hvdtrain.cli.data", "make the tokens of a language model's data before a job"),
     "export": ("hvdtrain.cli.export", "write a run's model for transformers, as safetensors, DCP or ONNX"),
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),
     "generate": ("hvdtrain.cli.generate", "continue a text with a trained language model"),

@@ -7,6 +7,7 @@
     ├── DataError            └── TransientDataError
     ├── LaunchError          └── UnreachableError
     ├── RunDirectoryError    └── UnusableRunDirectoryError
+    ├── StoreError           └── UnreachableStoreError
     ├── CheckpointError      └── UnreadableCheckpointError, UnwrittenCheckpointError
     └── ConfigError, LostRankError, HorovodError, BuildError, LostStateError, TraceError, NonFiniteError, DriftError
 """
@@ -144,6 +145,18 @@ class UnusableRunDirectoryError(RunDirectoryError):
     """A run directory would be rejected again: it is not writable, or holds a run that must not change."""
 
     recurs = True
+
+
+class StoreError(HvdtrainError):
+    """A store behind a URL cannot be used, such as without permission."""
+
+    recurs = True
+
+
+class UnreachableStoreError(StoreError):
+    """A store behind a URL does not answer, or fails."""
+
+    recurs = False
 
 
 class CheckpointError(HvdtrainError):

@@ -1,4 +1,4 @@
-"""An exclusive claim for file systems without locks: a file that its holder rewrites every few seconds."""
+"""An exclusive claim where there are no locks: a file or an object that its holder rewrites every few seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.programs import read_stat
 
@@ -20,12 +20,29 @@ BEAT_S = 3.0
 _SILENT_BEATS = 4  # beats without a change after which a holder on another host counts as dead
 
 
-class Lease:
-    """A lease, held until `release` or the end of the process. The file has `who`, which identifies the holder."""
+class Place(Protocol):
+    """Where a claim is: a file, or an object of a store."""
 
-    def __init__(self, path: Path, who: dict[str, Any]) -> None:
-        self._path = path
+    def read(self) -> dict[str, Any]:
+        """Return the content of the newest claim; nothing if it cannot be read."""
+        ...
+
+    def write(self, content: dict[str, Any]) -> None:
+        """Replace the own claim. Errors: OSError."""
+        ...
+
+    def remove(self) -> None:
+        """Remove the own claim. Errors: OSError."""
+        ...
+
+
+class Lease:
+    """A lease, held until `release` or the end of the process. The place has `who`, which identifies the holder."""
+
+    def __init__(self, place: Place, who: dict[str, Any], beat_s: float | None = None) -> None:
+        self._place = place
         self._who = who
+        self._beat_s = beat_s  # None for `BEAT_S`
         self.lost = False  # another process has taken it, because this one was suspended or the file system hung
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
@@ -35,25 +52,44 @@ class Lease:
         """Release the lease."""
         self._released.set()
         self._thread.join()
-        if _read(self._path).get("nonce") == self._who["nonce"]:
+        if self._place.read().get("nonce") == self._who["nonce"]:
             with suppress(OSError):
-                self._path.unlink()
+                self._place.remove()
 
     def check(self) -> bool:
         """Check whether the lease is lost."""
-        self.lost = self.lost or _read(self._path).get("nonce") not in (self._who["nonce"], None)
+        self.lost = self.lost or self._place.read().get("nonce") not in (self._who["nonce"], None)
         return self.lost
 
     def _beat(self) -> None:
         beats = 0
-        while not self._released.wait(BEAT_S):
+        while not self._released.wait(self._beat_s or BEAT_S):
             if self.check():
                 return  # it must not take the lease back
             beats += 1
-            temporary = self._path.with_name(f"{self._path.name}.{self._who['nonce']}")
             with suppress(OSError):
-                temporary.write_text(json.dumps({**self._who, "beats": beats}))
-                temporary.replace(self._path)
+                self._place.write({**self._who, "beats": beats})
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Any]:
+        return _read(self._path)
+
+    def write(self, content: dict[str, Any]) -> None:
+        temporary = self._path.with_name(f"{self._path.name}.{content['nonce']}")
+        temporary.write_text(json.dumps(content))
+        temporary.replace(self._path)
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+
+def describe_holder() -> dict[str, Any]:
+    """Return what identifies this process in a claim."""
+    return {"nonce": secrets.token_hex(8), **_where(), "pid": os.getpid(), "began": _began(os.getpid())}
 
 
 def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease | None:
@@ -64,7 +100,7 @@ def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease 
     """
     found = _read(path)
     if path.exists():
-        if _lives(found, path, wait):
+        if holder_lives(found, lambda: _read(path), wait) and path.exists():
             return None
         stale = path.with_name(f"{path.name}.stale-{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
@@ -75,22 +111,28 @@ def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease 
                 stale.unlink()
                 return None
             stale.unlink()
-    who = {"nonce": secrets.token_hex(8), **_where(), "pid": os.getpid(), "began": _began(os.getpid())}
+    who = describe_holder()
     try:
         with path.open("x") as file:
             file.write(json.dumps(who))
     except FileExistsError:
         return None
-    return Lease(path, who)
+    return Lease(_File(path), who)
 
 
-def _lives(holder: dict[str, Any], path: Path, wait: Callable[[float], None]) -> bool:
+def holder_lives(
+    holder: dict[str, Any],
+    read: Callable[[], dict[str, Any]],
+    wait: Callable[[float], None],
+    beat_s: float | None = None,
+) -> bool:
+    """Return whether the process that a claim describes lives; `read` reads the claim again. See `take_lease`."""
     if holder and all(holder.get(key) == value for key, value in _where().items()):
         return holder.get("began") is not None and _began(int(holder.get("pid", 0))) == holder["began"]
     for _ in range(_SILENT_BEATS):
-        wait(BEAT_S)
-        if _read(path) != holder:
-            return path.exists()
+        wait(beat_s or BEAT_S)
+        if read() != holder:
+            return True
     return False
 
 

@@ -80,7 +80,7 @@ def test_of_two_jobs_that_find_a_stale_lease_the_slower_does_not_take_it(
         return False
 
     if where == "here":  # elsewhere the slower one sees it while it waits for a beat
-        monkeypatch.setattr(lease, "_lives", look)
+        monkeypatch.setattr(lease, "holder_lives", look)
     assert take_lease(path, look) is None
     assert faster[0] is not None and lease._read(path)["pid"] == os.getpid()
     faster[0].release()

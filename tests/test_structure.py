@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 LAYERS = (
     "errors files host_copy muon programs spans",
-    "lease yaml_file",
+    "lease object_store yaml_file",
     "run_layout",
     "config install loading",
     "runtime",

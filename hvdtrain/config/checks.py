@@ -35,6 +35,14 @@ def _is_http(text: str) -> bool:
         return False
 
 
+def _is_store(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return is_url(text) and url.password is None and not url.query and not url.scheme.startswith("http")
+    except ValueError:
+        return False
+
+
 def _fraction(of: str) -> _Rule:
     return lambda value: 0 <= value <= 1, f"0 to 1, a fraction of {of}"
 
@@ -76,7 +84,11 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "observe.otlp": (_is_http, "a URL such as http://collector:4318"),
     "observe.price_per_hour": _not_negative("free"),
-    "run_dir": (lambda value: value and not is_url(value), "a folder of this machine, or null for one under runs/"),
+    "run_dir": (
+        lambda value: value and not is_url(value),
+        "a folder of this machine, or null for one under runs/; --checkpoint.to URL copies the run to a store",
+    ),
+    "checkpoint.to": (_is_store, "a URL such as s3://bucket/run, without a password"),
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),
 }
 

@@ -31,7 +31,7 @@ from hvdtrain.yaml_file import Loader, flatten, read_yaml
 
 NOT_IDENTITY = (
     *("run_dir", "resume", "log_level", "train.stop_at", "observe.", "memory.", "parallel.device", "parallel.bind"),
-    "parallel.balance",
+    *("parallel.balance", "checkpoint.to", "checkpoint.lease"),
 )
 """Prefixes of options that may change when a run resumes."""
 

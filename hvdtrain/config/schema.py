@@ -245,11 +245,17 @@ class CheckpointConfig:
         every: save and evaluate every N steps; 0 saves only at the end and on signals
         keep: number of newest checkpoints to keep; the best one is kept as well
         best: what makes a checkpoint the best: the lowest held-out loss, or a metric of the task, as accuracy:max
+        to: URL of a folder that gets a copy of each checkpoint and of the journal, such as s3://bucket/run. A resume
+            uses the newest checkpoint of RUN and of this folder (default: none)
+        lease: keep other jobs out of checkpoint.to. false is for stores without conditional writes: then two jobs may
+            spoil each other's copies
     """
 
     every: int = 50
     keep: int = 3
     best: str = "loss"
+    to: str | None = None
+    lease: bool = True
 
 
 @dataclass(frozen=True)

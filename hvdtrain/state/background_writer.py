@@ -43,6 +43,7 @@ class CheckpointWriter:
         event, warn: record an event, and show a warning; called on the training thread.
         touch: called on the training thread while it waits and the write makes progress.
         min_bytes: least bytes that a rank writes.
+        on_saved: called on rank 0 with the path of a checkpoint that is on disk; on the training thread.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class CheckpointWriter:
         touch: Callable[[], None] = lambda: None,
         *,
         min_bytes: int = MIN_BYTES,
+        on_saved: Callable[[Path], None] = lambda path: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._comm, self._store, self._keep = comm, store, keep
         self._event, self._warn, self._touch = event, warn, touch
-        self._min_bytes, self._clock = min_bytes, clock
+        self._min_bytes, self._on_saved, self._clock = min_bytes, on_saved, clock
         self._is_shared = False
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
@@ -213,6 +215,8 @@ class CheckpointWriter:
         why = "after saves that failed" if self._last_error else self._why
         self._retry_s, self._retry_at, self._last_error = _FIRST_RETRY_S, float("inf"), ""
         self._event({"event": "checkpoint", "at_step": step, "path": name, **({"why": why} if why else {})})
+        if self._store is not None:
+            self._on_saved(self._store.directory / name)
 
     def _report_failed(self, step: int, error: CheckpointError) -> None:
         if self._store is None:

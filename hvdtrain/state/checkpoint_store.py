@@ -85,6 +85,12 @@ class Saved:
     path: Path  # its directory
 
 
+def saved_at(path: Path) -> Saved | None:
+    """Return the checkpoint that the name of a folder says; None if it is not that of a checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    return None if match is None else Saved(int(match[1]), int(match[2] or 0), path)
+
+
 @dataclass
 class CheckpointStore:
     """The checkpoints of one run. Used only on rank 0."""
@@ -95,15 +101,16 @@ class CheckpointStore:
     check: Callable[[], None] = lambda: None  # called before each save; raises if another job has taken over the run
     files: Mapping[str, bytes] = field(default_factory=dict)  # further files of each checkpoint; see `Task.files`
     best: Measure = field(default_factory=Measure)  # which checkpoint is kept besides the newest
+    is_needed: Callable[[Path], bool] = lambda path: False  # whether a checkpoint must not be removed yet
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""
         found = []
         with detect_unreadable(self.directory), suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(self.directory):
-                match = _NAME.fullmatch(entry.name)
-                if match and entry.is_dir():
-                    found.append(Saved(int(match[1]), int(match[2] or 0), self.directory / entry.name))
+                saved = saved_at(self.directory / entry.name)
+                if saved is not None and entry.is_dir():
+                    found.append(saved)
         return sorted(found)
 
     def begin(self, step: int, writers: int) -> Path:
@@ -239,7 +246,7 @@ class CheckpointStore:
         kept = {just_saved, *(saved.path for saved in every[-keep:])}
         if (best := self.find_best()) is not None:
             kept.add(best[0].path)
-        obsolete = [saved.path for saved in every if saved.path not in kept]
+        obsolete = [saved.path for saved in every if saved.path not in kept and not self.is_needed(saved.path)]
         if obsolete:
             self._verify(just_saved, progress or self.progress)
         for path in obsolete:

@@ -33,7 +33,10 @@ log = logging.getLogger(__name__)
 
 _LOOKED_AT = 1 << 24  # tokens of a source to look for the end of a document in
 
-_PROGRESS_S = 10.0  # seconds between reports while text is tokenized
+_PROGRESS_S = 10.0  # seconds between lines in the log while text is tokenized
+
+Show = Callable[[str, float | None, int, float], None]
+"""Shows how far the ids of something are made: what it is, the fraction of files that is read, ids, seconds."""
 
 _SAMPLES = 64  # samples of a source from which the typical number of tokens with a loss is computed
 
@@ -53,6 +56,18 @@ class Corpus:
     note: str  # a line about the data; may be empty
 
 
+def prepare_corpus(config: TextConfig, own_tokenizer: str | None, show: Show) -> list[tuple[str, TokenFile]]:
+    """Make the tokens that `open_corpus` maps, if they are not there yet; return them with the names of their sources.
+
+    `show` is called at each piece of a source. Errors: those of `open_corpus`.
+    """
+    check_data(config)
+    parts = [(config if not config.validation else replace(config, heldout=0.0), f"--data.{config.kind}")]
+    if config.validation:
+        parts.append((_of_validation(config), "--data.validation"))
+    return [each for part, option in parts for each in _prepare(part, own_tokenizer, option, show).files]
+
+
 def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     """Prepare the tokens once per host, and map them into memory.
 
@@ -68,9 +83,7 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     heldout = [kind(file, file.train, file.heldout, config.seq_len) for _, file in files]
     heldout = [windows for windows in heldout if len(windows)]
     if config.validation:
-        validating: dict[str, Any] = {config.kind: config.validation}
-        whole = replace(config, **validating, validation=None, heldout=0.0)
-        other = _prepare(whole, own_tokenizer, "--data.validation")
+        other = _prepare(_of_validation(config), own_tokenizer, "--data.validation")
         heldout = [_windows(*each, training) for each in other.files]
         files = [*files, *other.files]
         if common := own.paths & other.paths:
@@ -93,6 +106,11 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     )
 
 
+def _of_validation(config: TextConfig) -> TextConfig:
+    validating: dict[str, Any] = {config.kind: config.validation}
+    return replace(config, **validating, validation=None, heldout=0.0)
+
+
 class _Prepared(NamedTuple):
     files: list[tuple[str, TokenFile]]  # of each source, with its name
     paths: Set[str]  # of the files or folders that were read
@@ -100,14 +118,14 @@ class _Prepared(NamedTuple):
     end: Callable[[], int | None]
 
 
-def _prepare(config: TextConfig, own_tokenizer: str | None, option: str) -> _Prepared:
+def _prepare(config: TextConfig, own_tokenizer: str | None, option: str, show: Show | None = None) -> _Prepared:
     """Tokenize the data that `option` names, once per host."""
     if config.tokens:
         files = [(name, _describe_npy_once(name, config.heldout, option)) for name in config.names]
         own = TokenizerEncoder(own_tokenizer) if own_tokenizer else None
         return _Prepared(files, set(config.names), own.files() if own else {}, own.end_id if own else lambda: None)
     sources = _sources(config, own_tokenizer, option)
-    files = [(source.name, _tokenize_once(source, config.heldout)) for source in sources]
+    files = [(source.name, _tokenize_once(source, config.heldout, show)) for source in sources]
     return _Prepared(files, {path for s in sources for path in s.paths}, sources[0].tokenizer(), sources[0].end)
 
 
@@ -187,31 +205,47 @@ def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder,
     return [text_source(files, encoder, config.heldout, name=config.field, skips=skips) for files in listed_files]
 
 
-def _tokenize_once(source: Source, heldout: float) -> TokenFile:
+def _tokenize_once(source: Source, heldout: float, show: Show | None) -> TokenFile:
+    shown = show or _log_sometimes()
+
+    def watched(pieces: Iterable[Ids], what: str) -> Iterator[Ids]:
+        count, begin, read = 0, time.monotonic(), source.read
+        if read is not None:
+            read.begin()
+        for piece in pieces:
+            yield piece
+            count += len(piece)
+            shown(what, read.fraction() if read is not None else None, count, time.monotonic() - begin)
+
     def build(folder: Path) -> None:
-        log.info("tokenizing %s", source.name)
+        if show is None:
+            log.info("tokenizing %s", source.name)
         heldout_ids = source.heldout()
         parts = (
-            _with_progress(source.train(), f"tokenizing {source.name}"),
-            None if heldout_ids is None else _with_progress(heldout_ids, f"tokenizing held-out part of {source.name}"),
+            watched(source.train(), f"tokenizing {source.name}"),
+            None if heldout_ids is None else watched(heldout_ids, f"tokenizing held-out part of {source.name}"),
         )
-        file = write_tokens(folder, *parts, tail=heldout, vocabulary=source.vocabulary(), note=source.note)
+        about: dict[str, Any] = {"vocabulary": source.vocabulary(), "note": source.note, "skip": source.skip}
+        file = write_tokens(folder, *parts, tail=heldout, **about)
         if not file.train + file.heldout:
             raise DataError(f"{source.name} is empty", expected="tokens to train on", found=file.note or "no tokens")
 
-    return _cached(build, [source.identity, heldout])
+    return _cached(build, [source.identity, heldout], continues=True)
 
 
-def _with_progress(pieces: Iterable[Ids], what: str) -> Iterator[Ids]:
-    """Yield the pieces. Report the number of ids every few seconds."""
-    count, begin = 0, time.monotonic()
-    reported = begin
-    for piece in pieces:
-        yield piece
-        count += len(piece)
-        if (now := time.monotonic()) - reported >= _PROGRESS_S:
-            log.info("%s: %.1f million tokens, %.0f s", what, count / 1e6, now - begin)
-            reported = now
+def _log_sometimes() -> Show:
+    reported_s = 0.0
+
+    def show(what: str, fraction: float | None, count: int, seconds: float) -> None:
+        nonlocal reported_s
+        if seconds < reported_s:  # another one has begun
+            reported_s = 0.0
+        if seconds - reported_s >= _PROGRESS_S:
+            reported_s = seconds
+            share = "" if fraction is None else f"{fraction:.0%}, "
+            log.info("%s: %s%.1f million tokens, %.0f s", what, share, count / 1e6, seconds)
+
+    return show
 
 
 def _describe_npy_once(tokens: str, heldout: float, option: str) -> TokenFile:
@@ -230,9 +264,9 @@ def _describe_npy_once(tokens: str, heldout: float, option: str) -> TokenFile:
     )
 
 
-def _cached(build: Callable[[Path], None], identity: list[Any]) -> TokenFile:
+def _cached(build: Callable[[Path], None], identity: list[Any], *, continues: bool = False) -> TokenFile:
     key = hashlib.sha256(json.dumps([FORMAT, identity]).encode()).hexdigest()[:24]
-    folder = once_per_host("corpus", key, build, lambda folder: TokenFile.load(folder) is not None)
+    folder = once_per_host("corpus", key, build, lambda it: TokenFile.load(it) is not None, continues=continues)
     file = TokenFile.load(folder)
     assert file, folder
     return file

@@ -54,6 +54,7 @@ def dataset_source(folder: str, encoder: Encoder, option: str, *, wants_text: bo
         tokenizer=rows.tokenizer,
         end=rows.end,
         paths=[str(path.resolve())],
+        skip=encoder.skip_pieces,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
 """Names of the token at the end of a document. The first one in a vocabulary is used."""
 
 _BATCH_CHARACTERS = 1 << 23
+_BATCH_TEXTS = 1 << 14
 
 
 def settings(end: str | None, **more: Any) -> bytes:
@@ -102,6 +104,9 @@ class ByteEncoder:
         """Return the number of byte values and the separator."""
         return SEPARATOR + 1
 
+    def skip_pieces(self, pieces: int) -> None:
+        """Do nothing: bytes cost nothing."""
+
     def encode(self, documents: Iterable[Document]) -> Iterator[Ids]:
         """Yield the bytes of each document, then the separator."""
         import numpy as np
@@ -126,13 +131,15 @@ class TokenizerEncoder:
     """A tokenizer.json of the tokenizers library, read on first use.
 
     It encodes documents in pieces that end at line ends, so large documents need little memory, and several pieces at
-    once on all CPU cores. The only special token that it adds is the end of a document, if the vocabulary has one.
+    once on all CPU cores, while the caller uses the pieces before. The only special token that it adds is the end of a
+    document, if the vocabulary has one.
 
     Errors: DataError: the file cannot be read, or is no tokenizer.
     """
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
+        self._skip = 0
 
     def identity(self) -> str:
         """Return a hash of the file's content."""
@@ -142,32 +149,50 @@ class TokenizerEncoder:
         """Return one more than the largest id of the vocabulary, added tokens included."""
         return int(max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
+    def skip_pieces(self, pieces: int) -> None:
+        """Let the next pieces be empty."""
+        self._skip = pieces
+
     def encode(self, documents: Iterable[Document]) -> Iterator[Ids]:
         """Yield the ids of UTF-8 text, in order. Errors: DataError: it is not UTF-8."""
+        _ = self._tokenizer  # an error of the file comes first, and in this thread
+        with ThreadPoolExecutor(1, "tokenizer") as thread:  # the library holds no lock of Python's while it encodes
+            before: Future[list[Ids]] | None = None
+            for batch in self._batches(documents):
+                current = thread.submit(self._encode_batch, batch)
+                if before is not None:
+                    yield from before.result()
+                before = current
+            if before is not None:
+                yield from before.result()
+
+    def _batches(self, documents: Iterable[Document]) -> Iterator[list[str | None]]:
+        """Yield texts in batches; None is the end of a document, and an empty text is not to be encoded."""
         batch: list[str | None] = []
         characters = 0
+        has_end = self.end_id() is not None
         for document in documents:
             for text in _whole_lines(document.pieces, document.name):
-                batch.append(text)
-                characters += len(text)
-                if characters >= _BATCH_CHARACTERS:
-                    yield from self._encode_batch(batch)
+                skips = self._skip > 0
+                self._skip -= skips
+                batch.append("" if skips else text)
+                characters += 0 if skips else len(text)
+                if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
+                    yield batch
                     batch, characters = [], 0
-            batch.append(None)
-        yield from self._encode_batch(batch)
+            if has_end:
+                batch.append("" if self._skip > 0 else None)
+                self._skip -= self._skip > 0
+        yield batch
 
-    def _encode_batch(self, batch: list[str | None]) -> Iterator[Ids]:
-        """Yield the ids of texts; those of None are the end of a document. The library has threads for a batch."""
+    def _encode_batch(self, batch: list[str | None]) -> list[Ids]:
+        """Return the ids of each text or end of a document. The library has threads for a batch."""
         import numpy as np
 
-        end = self.end_id()
+        end = np.array([self.end_id() or 0], np.int64)
         texts = [text for text in batch if text is not None]
         encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        for text in batch:
-            if text is not None:
-                yield np.asarray(next(encoded).ids, np.int64)
-            elif end is not None:
-                yield np.array([end], np.int64)
+        return [end if text is None else np.asarray(next(encoded).ids, np.int64) for text in batch]
 
     def end_id(self) -> int | None:
         """Return the id after each document; None if the vocabulary has none of `END_TOKENS`."""

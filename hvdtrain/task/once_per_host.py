@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
-def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool]) -> Path:
+def once_per_host(
+    name: str, key: str, build: Callable[[Path], None], is_whole: Callable[[Path], bool], *, continues: bool = False
+) -> Path:
     """Return the folder `key` of the cache `name`; build it if it does not exist.
 
     One process builds while the others on the host wait. It builds under another name, fsyncs and renames, so an
@@ -28,7 +30,8 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     the system's temporary folder is used instead.
 
     `key`: a hash of everything that the content depends on. `build`: fills the empty folder that it gets. If it raises,
-    no folder remains. `is_whole`: returns whether a folder holds everything that `build` writes.
+    no folder remains. `is_whole`: returns whether a folder holds everything that `build` writes. `continues`: `build`
+    continues what a killed or interrupted process, or a `TransientDataError`, has left in the folder.
 
     Errors: TransientDataError: neither folder is writable.
     """
@@ -53,7 +56,7 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if place == substitute and not is_mine(place):
                 raise PermissionError(errno.EPERM, "it belongs to another user")
-            return _build_in(place, key, build, find_whole)
+            return _build_in(place, key, build, find_whole, continues)
         except OSError as error:
             log.warning("cannot store data in %s: %s", place, error.strerror or error)
             problems.append(f"{place}: {error.strerror or error}")
@@ -65,17 +68,27 @@ def once_per_host(name: str, key: str, build: Callable[[Path], None], is_whole: 
     )
 
 
-def _build_in(place: Path, key: str, build: Callable[[Path], None], find_whole: Callable[[], Path | None]) -> Path:
+def _build_in(
+    place: Path, key: str, build: Callable[[Path], None], find_whole: Callable[[], Path | None], continues: bool
+) -> Path:
     final = place / key
     with _locked(place / f"{key}.lock") as alone:
         if whole := find_whole():
             return whole
+        continues = continues and alone
+        partial = place / f"{key}.partial"
         if alone:  # left by a killed process, or damaged since
-            for left in [*place.glob(f"{key}.tmp-*"), final]:
+            for left in [*place.glob(f"{key}.tmp-*"), final, *([] if continues else [partial])]:
                 shutil.rmtree(left, ignore_errors=True)
-        temporary = Path(mkdtemp(prefix=f"{key}.tmp-", dir=place))
+        temporary = partial if continues else Path(mkdtemp(prefix=f"{key}.tmp-", dir=place))
+        keeps = False
         try:
-            build(temporary)
+            temporary.mkdir(exist_ok=True)
+            try:
+                build(temporary)
+            except BaseException as error:
+                keeps = continues and isinstance(error, TransientDataError | KeyboardInterrupt)
+                raise
             fsync_folder(temporary)
             try:
                 temporary.rename(final)
@@ -84,7 +97,8 @@ def _build_in(place: Path, key: str, build: Callable[[Path], None], find_whole: 
                     raise
             fsync(place)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            if not keeps:
+                shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 

@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from hvdtrain.errors import DataError, HvdtrainError, TransientDataError
 from hvdtrain.files import is_url
+from hvdtrain.object_store import describe_fault, open_url
 from hvdtrain.task.base import import_library
 
 EXTRA = "data"
@@ -32,12 +33,39 @@ _FILE_TYPES = {".txt", ".md", ".py", ".json", ".jsonl", ".npy", ".parquet", ".cs
 _VERSIONS = ("ETag", "etag", "Content-MD5", "Digest", "md5Hash", "Last-Modified", "LastModified", "last_modified",
              "mtime", "updated", "created")  # fmt: skip
 """What stores call the property of an object that changes with its content. The first one that it has is used."""
-_LASTING = (FileNotFoundError, IsADirectoryError, PermissionError, ValueError, NotImplementedError)
 
 _DECOMPRESSIONS: Mapping[str, Callable[[Any], Any]] = {
     ".gz": lambda stream: gzip.GzipFile(fileobj=stream),
     ".zst": lambda stream: import_library("pyarrow", "a .zst file", EXTRA).CompressedInputStream(stream, "zstd"),
 }
+
+
+@dataclass
+class ReadBytes:
+    """How far a list of files is read, in bytes on the disk; they are read one after the other."""
+
+    total: int
+    _done: int = 0
+    _stream: Any = None
+
+    def begin(self) -> None:
+        """Begin with the first file."""
+        self._done, self._stream = 0, None
+
+    def fraction(self) -> float:
+        """Return how far it is."""
+        at = 0
+        with suppress(Exception):  # it is closed, or does not say where it is
+            at = self._stream.tell() if self._stream is not None else 0
+        return min(1.0, (self._done + at) / max(1, self.total))
+
+    @contextmanager
+    def reading(self, stream: Any, size_bytes: int) -> Iterator[None]:
+        """Count a file as read at the end."""
+        self._stream = stream
+        yield
+        self._stream = None
+        self._done += size_bytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,7 @@ class SourceFile:
     size_bytes: int
     version: int | str | None  # changes with the content: the time of its last change in ns, or for a URL the etag
     option: str
+    read: ReadBytes = field(compare=False, repr=False)  # of all files of its list
 
     @property
     def identity(self) -> list[Any]:
@@ -111,7 +140,9 @@ def hub_advice(name: str) -> str:
 def _named(found: Mapping[str, tuple[int, int | str | None]], option: str) -> list[SourceFile]:
     folders = [path.split("/")[:-1] for path in found]
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(min(folders), max(folders), strict=False)))
-    files = [SourceFile(path, "/".join(path.split("/")[common:]), *about, option) for path, about in found.items()]
+    read = ReadBytes(sum(size_bytes for size_bytes, _ in found.values()))
+    names = {path: "/".join(path.split("/")[common:]) for path in found}
+    files = [SourceFile(path, names[path], *about, option, read) for path, about in found.items()]
     return sorted(files, key=lambda file: file.name)
 
 
@@ -128,16 +159,7 @@ def _without_query(path: str) -> str:
 
 
 def _behind_url(pattern: str, option: str) -> Iterator[tuple[str, tuple[int, int | str | None]]]:
-    fsspec = import_library("fsspec", f"{option} {pattern}", EXTRA)
-    try:
-        system, path = fsspec.url_to_fs(pattern)
-    except (ImportError, ValueError) as error:
-        raise DataError(
-            f"there is no way to read {pattern}",
-            expected="a URL that fsspec and the packages of this machine support",
-            found=str(error),
-            next_step=f"install the package that it names, or correct {option}",
-        ) from error
+    system, path = open_url(pattern, option)
     try:
         # A listing would take a file that cannot be read for one that does not exist.
         found = system.glob(path, detail=True) if glob.has_magic(_without_query(path)) else {path: system.info(path)}
@@ -164,8 +186,9 @@ def opened(file: SourceFile, *, seeks: bool = False) -> Iterator[BinaryIO]:
             if not is_url(file.path):
                 stream: Any = stack.enter_context(Path(file.path).open("rb"))
             else:
-                system, path = import_library("fsspec", file.path, EXTRA).url_to_fs(file.path)
+                system, path = open_url(file.path, file.option)
                 stream = stack.enter_context(system.open(path, "rb", **({"block_size": 0} if streams else {})))
+            stack.enter_context(file.read.reading(stream, file.size_bytes))
             if compression:
                 stream = stack.enter_context(_DECOMPRESSIONS[compression](stream))
             if seeks and (compression or streams):
@@ -182,11 +205,10 @@ def opened(file: SourceFile, *, seeks: bool = False) -> Iterator[BinaryIO]:
 
 def _unreadable(path: str, error: Exception, option: str) -> DataError:
     """Return the error for a file that `option` names; for a network that fails, one that may pass."""
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    found = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}".partition("\n")[0]
-    wrong = "its permissions" if isinstance(cause, PermissionError) else "that it is whole, readable and not encrypted"
-    lasting = not is_url(path) or isinstance(cause, _LASTING) or getattr(cause, "status", 500) < 500
-    return (DataError if lasting else TransientDataError)(
+    found, lasting = describe_fault(error)
+    is_permission = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
+    wrong = "its permissions" if is_permission else "that it is whole, readable and not encrypted"
+    return (DataError if lasting or not is_url(path) else TransientDataError)(
         f"cannot read the file {path}",
         expected="a readable file",
         found=found,

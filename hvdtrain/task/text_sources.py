@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.errors import DataError, listed
 from hvdtrain.task.encode import Document
 from hvdtrain.task.formats import FORMATS, MISSING, ROWS_FORMAT, Row, Skipped, read_rows, value_of
-from hvdtrain.task.source_files import SourceFile, local_files, opened
+from hvdtrain.task.source_files import ReadBytes, SourceFile, local_files, opened
 
 if TYPE_CHECKING:
     from hvdtrain.task.encode import Encoder, Ids
@@ -51,6 +51,8 @@ class Source:
     end: Callable[[], int | None]  # returns the id after each document; None if there is none, or it is unknown
     paths: Sequence[str] = ()  # of the files or folders that are read
     note: Callable[[], str] = str  # returns a line about the ids after they have been written
+    skip: Callable[[int], None] = lambda pieces: None  # lets the next pieces be empty: their ids are written already
+    read: ReadBytes | None = None  # how far the files are read
 
 
 def standard_library() -> list[SourceFile]:
@@ -95,6 +97,8 @@ def text_source(
         end=encoder.end_id,
         paths=[file.path for file in files],
         note=rows.note if rows else str,
+        skip=encoder.skip_pieces,
+        read=files[0].read,
     )
 
 

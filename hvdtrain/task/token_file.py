@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.files import open_regular
+from hvdtrain.files import open_regular, write_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +29,9 @@ FORMAT = 1  # version of the cached files; others are built again
 
 _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
-_NPY_STRIDE = 1 << 22
+_PROGRESS = "progress.json"
+_SAVE_S = 5.0  # between two notes of the progress
+_STRIDE = 1 << 22
 _NPY_EXPECTED = "a .npy file of token ids, as numpy.save writes a one-dimensional array of integers"
 _NPY_NEXT = "write or copy the file again, or correct --data.tokens"
 
@@ -83,35 +87,57 @@ def write_tokens(
     tail: float,
     vocabulary: int,
     note: Callable[[], str] = str,
+    skip: Callable[[int], None] = lambda pieces: None,
 ) -> TokenFile:
-    """Write ids to a file in `folder`, and describe it there.
+    """Write ids to a file in `folder`, and describe it there. What a killed process left there is continued.
 
     `train`: ids to train on, in pieces of shape (n,). `heldout`: held-out ids, likewise; None to hold out the last ids
     of `train`. `tail`: fraction of `train` to hold out if `heldout` is None. `note`: called at the end for a line about
-    the ids.
+    the ids. `skip`: called before each of both with the number of pieces that are written already, and ignored.
     """
     import numpy as np
 
     dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
     digest = hashlib.sha256()
-
-    def write(pieces: Iterable[Ids]) -> int:
-        count = 0
-        for piece in pieces:
-            content = piece.astype(dtype).tobytes()
-            digest.update(content)
-            file.write(content)
-            count += len(piece)
-        return count
-
-    with (folder / _TOKENS).open("wb") as file:
-        train_count = write(train)
-        heldout_count = int(train_count * tail) if heldout is None else write(heldout)
-        if heldout is None:
-            train_count -= heldout_count
+    counts, pieces_done = _read_progress(folder)
+    with (folder / _TOKENS).open("r+b" if sum(counts) else "w+b") as file:
+        for _ in range(sum(counts) // _STRIDE + 1):
+            left = sum(counts) * dtype.itemsize - file.tell()
+            digest.update(file.read(min(left, _STRIDE * dtype.itemsize)))
+        file.truncate()
+        saved_s = time.monotonic()
+        for part, pieces in enumerate([train] if heldout is None else [train, heldout]):
+            skip(before := pieces_done[part])
+            for number, piece in enumerate(pieces, 1):
+                if number <= before:
+                    continue
+                content = piece.astype(dtype).tobytes()
+                digest.update(content)
+                file.write(content)
+                counts[part] += len(piece)
+                pieces_done[part] = number
+                if time.monotonic() - saved_s > _SAVE_S:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    write_text(folder / _PROGRESS, json.dumps([counts, pieces_done]))
+                    saved_s = time.monotonic()
+    (folder / _PROGRESS).unlink(missing_ok=True)
+    train_count, heldout_count = counts
+    if heldout is None:
+        heldout_count = int(train_count * tail)
+        train_count -= heldout_count
     about = TokenFile(_TOKENS, dtype.str, 0, train_count, heldout_count, vocabulary, digest.hexdigest(), note())
     about.save(folder)
     return about
+
+
+def _read_progress(folder: Path) -> tuple[list[int], list[int]]:
+    """Return the numbers of ids and pieces to train on, and held out, that a killed process has written."""
+    try:
+        (train, heldout), (train_pieces, heldout_pieces) = json.loads((folder / _PROGRESS).read_text())
+        return [int(train), int(heldout)], [int(train_pieces), int(heldout_pieces)]
+    except (OSError, ValueError, TypeError):
+        return [0, 0], [0, 0]
 
 
 def describe_npy(path: Path, tail: float) -> TokenFile:
@@ -128,8 +154,8 @@ def describe_npy(path: Path, tail: float) -> TokenFile:
     if not len(ids):
         raise DataError(f"{path} is empty", expected=_NPY_EXPECTED, found="an array without elements")
     digest, smallest, largest = hashlib.sha256(), 0, 0
-    for begin in range(0, len(ids), _NPY_STRIDE):
-        part = ids[begin : begin + _NPY_STRIDE]
+    for begin in range(0, len(ids), _STRIDE):
+        part = ids[begin : begin + _STRIDE]
         smallest, largest = min(smallest, int(part.min())), max(largest, int(part.max()))
         digest.update(part.tobytes())
     if smallest < 0:

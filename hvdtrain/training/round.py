@@ -13,6 +13,7 @@ from hvdtrain.observe.sinks import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
+from hvdtrain.state.store_copier import StoreCopier
 from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Statistics
 from hvdtrain.training.start.optimizers import stop_step
@@ -37,6 +38,7 @@ class Round:
     is_new: bool = field(init=False)  # whether the recorder is new, so that it lacks sinks and the FLOPs of a sample
     recorder: Recorder = field(init=False)
     store: CheckpointStore | None = field(default=None, init=False)  # of checkpoints, on rank 0; None elsewhere
+    copier: StoreCopier | None = field(default=None, init=False)  # of checkpoints to a store, on rank 0; else None
     engine: Engine | None = field(default=None, init=False)  # exchange and optimizer
     batch_norm: Statistics | None = field(default=None, init=False)  # what synchronized batch norm shares; None without
     ended_at: int | None = field(default=None, init=False)  # the step at which a callback ends training

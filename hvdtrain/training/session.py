@@ -18,6 +18,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore, Measure
+from hvdtrain.state.store_copier import StoreCopier
 from hvdtrain.training.callbacks.base import Callback
 from hvdtrain.training.callbacks.group import make_callbacks
 from hvdtrain.training.diagnostics.failure_report import report_failures
@@ -147,6 +148,11 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
                 folder, warn, touch = current.layout.checkpoints, recorder.warn, spans.touch
                 best, check = Measure.parse(run.config.checkpoint.best), current.claim.check
                 current.store = CheckpointStore(folder, warn, touch, check, worker.task.files, best)
+                if (stored := current.claim.stored) is not None:
+                    keep = run.config.checkpoint.keep
+                    current.copier = StoreCopier(stored, current.layout, keep, recorder.event, warn)
+                    current.store.is_needed = current.copier.needs
+                    stack.callback(current.copier.close)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)
             stack.callback(current.engine.close)
@@ -155,6 +161,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             resumed_at = resume_state(current)
             if worker.plan.bits:
                 fix_threads(worker, comm)
+            if current.copier is not None and current.store is not None:
+                current.copier.begin(next((saved.path for saved in reversed(current.store.list())), None))
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
             start, stamps = add_stamps(current)
             live = add_traces(current, horovod, start)

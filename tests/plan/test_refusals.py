@@ -147,7 +147,6 @@ def test_what_others_ask_of_a_plan(engine: str) -> None:
         ({"engine": "fsdp", "offload": "optimizer"}, "--parallel.engine fsdp with --memory.offload optimizer"),
         *(({name: 2}, f"--parallel.{name} 2") for name in ("tp", "ep", "cp", "pp")),
         ({"sync": "diloco:2", "workers": 2}, "--parallel.sync diloco:2"),
-        ({"train": TrainConfig(micro_batch="auto")}, "--train.micro_batch auto"),
         ({"train": TrainConfig(compile=True)}, "--train.compile true"),
     ],
     ids=str,

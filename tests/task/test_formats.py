@@ -222,7 +222,7 @@ def test_bad_files_and_options(
 @pytest.mark.parametrize(
     ("url", "method", "raised", "error", "found"),
     [
-        ("unheardof://b/x.jsonl", "", None, DataError, "Protocol not known: unheardof"),
+        ("unheardof://b/x.jsonl", "", None, ConfigError, "Protocol not known: unheardof"),
         ("memory://b/none.jsonl", "", None, DataError, "none.jsonl"),
         ("memory://b/none*.jsonl", "", None, DataError, "nothing"),
         ("memory://b/*.jsonl", "glob", PermissionError(13, "Access Denied"), DataError, "Access Denied"),
@@ -240,7 +240,7 @@ def test_stores_that_do_not_answer(
     memory.pipe("/b/a.jsonl", as_lines(rows_of(TEXTS)))
     if method:
         monkeypatch.setattr(type(memory), method, fail)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(error) as caught:
         open_corpus(TextConfig(text=url, seq_len=8))
     assert type(caught.value) is error and found in str(caught.value.found) and "--data.text" in str(caught.value)
 

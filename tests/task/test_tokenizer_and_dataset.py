@@ -69,7 +69,7 @@ def test_another_tokenizer_makes_other_tokens_and_a_wrong_one_none(tmp_path, tex
     config = TextConfig(text=text, tokenizer=str(tmp_path / "tokenizer.json"), seq_len=16)
     train_tokenizer(tmp_path / "tokenizer.json")
     first = open_corpus(config)
-    assert "tokenizing text.txt: 0.0 million tokens" in caplog.text, "progress"
+    assert "tokenizing text.txt: 100%, 0.0 million tokens" in caplog.text, "progress"
     train_tokenizer(tmp_path / "tokenizer.json", special=["</s>"])
     assert open_corpus(config).train.file.digest != first.train.file.digest
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')

@@ -11,11 +11,12 @@ import torch
 
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.engine.saved_exchange import to_save
-from hvdtrain.errors import ETC, CheckpointError, listed
+from hvdtrain.errors import ETC, CheckpointError, UnwrittenCheckpointError, listed
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import Measure
 from hvdtrain.state.frozen import UnsavedValues
 from hvdtrain.state.ledger import Ledger
+from hvdtrain.state.store_copier import LAST_S, STOPPED_S
 from hvdtrain.state.tensor_file import check_dtypes
 from hvdtrain.training.diagnostics.drift import check_equal, check_frozen
 from hvdtrain.training.elastic.roll_back import RollBack
@@ -57,7 +58,33 @@ class Saving:
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
         self._best = Measure.parse(self._config.checkpoint.best)
         self._callbacks = self._worker.callbacks
-        self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch)
+        copy = current.copier.copy if current.copier is not None else lambda path: None
+        self.writer = CheckpointWriter(self._comm, self._store, keep, event, warn, stepper.spans.touch, on_saved=copy)
+
+    def poll(self) -> int:
+        """Report what was written and copied since the last step. Return 1 if a retry of a failed save is due."""
+        if self.current.copier is not None:
+            self.current.copier.report()
+        return self.writer.poll()
+
+    def finish_copies(self, *, urgent: bool) -> None:
+        """Wait until the last checkpoint is on the store, if there is one. Collective: yes.
+
+        Errors: UnwrittenCheckpointError: it could not be copied, unless `urgent`: then a warning says so.
+        """
+        if self._config.checkpoint.to is None:
+            return
+
+        def finish() -> None:
+            assert self.current.copier is not None
+            try:
+                self.current.copier.finish(STOPPED_S if urgent else LAST_S, self.stepper.spans.touch)
+            except UnwrittenCheckpointError as error:
+                if not urgent:
+                    raise
+                self._recorder.warn(f"{error.what} ({error.found}); next: {error.next_step}")
+
+        on_rank_0(self._comm, finish, name="copied")
 
     def evaluate(self) -> Evaluation | None:
         """Evaluate on held-out samples, if there are any; callbacks may end training. Collective: yes.

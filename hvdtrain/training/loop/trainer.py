@@ -104,7 +104,9 @@ class Trainer:
         with self.saving.writer.opened():
             reason = self._run(signals)
             self.stepper.engine.complete()
-            return reason
+        if reason != RANKS_CHANGE:
+            self.saving.finish_copies(urgent=reason in ("SIGTERM", "SIGINT"))
+        return reason
 
     def _run(self, signals: PendingSignals) -> str:
         progress, saving = self._state.progress, self.saving
@@ -135,7 +137,7 @@ class Trainer:
         self.feed.begin(progress, self.current.stop, "round" if self.current.rounds.elastic else "started")
         while progress.step < self.current.stop:
             own = [*requests(), *(commit := self.roll_back.values())]
-            own[SAVE] += saving.writer.poll()  # all ranks together retry a failed save
+            own[SAVE] += saving.poll()  # all ranks together retry a failed save
             spoiled = None
             for result in self._steps([*own, *self.sums.values()]):
                 if result.sums:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from hvdtrain.training.records.job_facts import EnergyUse, gather_facts
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
+from hvdtrain.training.start.store_target import claim_store, fetch_run
 
 _RELEASE_S = 60.0
 """How long the claim of an earlier rank 0 may last: it may be dying, or leaving and waiting for a slow disk."""
@@ -58,24 +60,30 @@ def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Pat
         while True:
             try:
                 claimed = claim_run_directory(wanted, worker.info.variables.get(JOB, ""), folder)
+                _or_release(claimed, partial(claim_store, run, claimed))
             except RunDirectoryError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)
                 continue
             if earlier is None:
-                try:
-                    check_files(claimed)
-                    check_end(run, claimed, worker.horizon)
-                except BaseException:
-                    claimed.release()
-                    raise
+                _or_release(claimed, partial(check_files, claimed))
+                _or_release(claimed, partial(fetch_run, run, claimed))
+                _or_release(claimed, partial(check_end, run, claimed, worker.horizon))
             claims.append(claimed)
             given = Path(wanted.config.run_dir or RUNS)
             return str(claimed.path if given.is_absolute() else claimed.path.relative_to(folder))
 
     worker.directory = Path(on_rank_0(comm, claim, name="run_dir"))
     return folder / worker.directory, claims[0] if claims else None
+
+
+def _or_release(claimed: RunDirectory, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except BaseException:
+        claimed.release()
+        raise
 
 
 class ClaimWatch:

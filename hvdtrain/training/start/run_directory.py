@@ -19,6 +19,7 @@ from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
+from hvdtrain.state.stored_run import StoredRun
 from hvdtrain.yaml_file import yaml_text
 
 RUNS = Path("runs")
@@ -41,6 +42,8 @@ class RunDirectory:
     job: str  # identifies the claiming job (`runtime.environment.JOB`); "" if nothing does
     folder: Path  # in which the job was started; the task's code may have changed the current folder since
     remark: str = ""  # on a new run, for the user; "" for none
+    stored: StoredRun | None = None  # the copy of the run on a store
+    store_lease: Lease | None = None  # the claim to that copy
 
     @property
     def layout(self) -> RunLayout:
@@ -50,13 +53,14 @@ class RunDirectory:
     def release(self) -> None:
         """Release the claim."""
         self.lock.close()
-        if self.lease is not None:
-            self.lease.release()
+        for lease in (self.lease, self.store_lease):
+            if lease is not None:
+                lease.release()
 
     @property
     def lost(self) -> bool:
         """Whether another job is known to have claimed the folder since."""
-        return self.lease is not None and self.lease.lost
+        return any(lease is not None and lease.lost for lease in (self.lease, self.store_lease))
 
     def check(self) -> None:
         """Refuse to continue if another job has claimed the folder, or could: two jobs would write into one run.
@@ -74,6 +78,13 @@ class RunDirectory:
                 f"{self.path} was {'moved' if moved else 'removed'} while this job trained into it; this job ends",
                 found=f"its files until now are in {there}" if moved else "nothing is left of its files",
                 next_step=f"to continue: --run_dir {shlex.quote(there)}" if moved else "start again, in a new folder",
+            )
+        if self.store_lease is not None and self.store_lease.lost and self.stored is not None:
+            raise RunDirectoryError(
+                f"another job has taken over {self.stored.url}; this job ends",
+                expected="a heartbeat on the store from one job at a time",
+                found="no heartbeat for so long that this job seemed dead: it was suspended, or cut off from the store",
+                next_step="nothing, if the other job should continue; else give this job another --checkpoint.to",
             )
         if self.lease is not None and self.lease.check():
             raise RunDirectoryError(
