@@ -142,7 +142,7 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
     if rank_info(environ()).launcher == NO_LAUNCHER:
         ranks = options.ranks or 2 * max(dimensions.same_samples, dimensions.ep * dimensions.pp)
         dimensions.check(ranks)
-        start = [sys.executable, "-m", "hvdtrain.cli.start", "-np", str(ranks), "--", "verify", "plan", *argv]
+        start = [sys.executable, "-m", "hvdtrain", "launch", "-np", str(ranks), "--", "verify", "plan", *argv]
         return subprocess.run(start, check=False).returncode
     info = None
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config, TrainConfig
@@ -26,14 +25,6 @@ _DECAY_RATE: _Rule = (lambda value: 0 <= value < 1, "0 or more, and less than 1"
 
 def _not_negative(meaning_of_0: str) -> _Rule:
     return lambda value: value >= 0, f"0 ({meaning_of_0}) or more"
-
-
-def _is_http(text: str) -> bool:
-    try:
-        url = urlsplit(text)
-        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0  # port: ValueError if too large
-    except ValueError:
-        return False
 
 
 def _fraction(of: str) -> _Rule:
@@ -68,14 +59,12 @@ _RULES: Mapping[str, _Rule] = {
     "checkpoint.every": _not_negative("at the end only"),
     "elastic.loss_s": _not_negative("lose nothing"),
     "observe.line_every_s": _not_negative("each step"),
-    "observe.histograms_every": _not_negative("off"),
     "observe.stall_timeout_s": _not_negative("never"),
     "observe.watch_every_s": _not_negative("never"),
     "observe.prometheus": (
         lambda value: 1 <= value <= 65535 if isinstance(value, int) else value.endswith(".prom"),
         "a port, 1 to 65535, or a file NAME.prom",
     ),
-    "observe.otlp": (_is_http, "a URL such as http://collector:4318"),
     "observe.price_per_hour": _not_negative("free"),
     "run_dir": (lambda value: value and not is_url(value), "a folder of this machine, or null for one under runs/"),
     "seed": (lambda value: 0 <= value < 2**63, "0 to 2^63 - 1"),

@@ -140,7 +140,7 @@ def _train_round(
 
 def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]) -> Result | None:
     run, worker, recorder, spans = current.run, current.worker, current.recorder, current.spans
-    horovod = add_job_observers(current, timeline, sinks)
+    add_job_observers(current, timeline, sinks)
     with refuse_exit():
         with ExitStack() as stack:
             if current.claim is not None:
@@ -156,8 +156,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             resumed_at = resume_state(current)
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
             start, stamps = add_stamps(current)
-            live = add_traces(current, horovod, start)
-            trainer = build_trainer(current, current.engine, live, energy)
+            add_traces(current, start)
+            trainer = build_trainer(current, current.engine, energy)
             stack.callback(trainer.feed.ledger.close)
             for part in trainer.stepper.parts:
                 stack.callback(part.close)

@@ -13,7 +13,7 @@ from hvdtrain.cli.launch_spec import idle_gpus, spec_of
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.choose import AUTO, OWN, Choice, choose, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine, find_container_runtime
-from hvdtrain.launch.spec import Batch, JobSpec
+from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
 from tests.support import jobs
 from tests.support.containers import make_runtime
@@ -136,7 +136,6 @@ def test_a_queued_job_without_mpi_is_refused() -> None:
     for target in ("pbs", "lsf"):
         with pytest.raises(LaunchError, match="needs an mpirun"):
             refuse_shape(JobSpec((), 2, container=jobs.SIF), target)
-    refuse_shape(JobSpec((), 2, container=jobs.SIF, batch=Batch(jsrun=True)), "lsf")
     refuse_shape(JobSpec((), 2, container=jobs.SIF), "srun")
 
 

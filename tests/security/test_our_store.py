@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -101,7 +100,7 @@ def test_the_job_starts_no_shell_and_shows_no_secret(job: Job) -> None:
 def test_ranks_start_and_recover_while_another_program_holds_all_the_connections_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reopens each closed connection; the output reports it with its user."""
+    """It reopens each closed connection; the output says how to find it."""
     pytest.importorskip("horovod")
     monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
     options = ("-np", "2", "--elastic", "1:2", "--", "3", "kill:1:200")
@@ -114,4 +113,4 @@ def test_ranks_start_and_recover_while_another_program_holds_all_the_connections
             process.kill()
     assert code == 0, job.said
     assert "round 2: rank 0 of 1 at 200" in out and "round 3: rank 1 of 2" in out
-    assert any("have sent no request" in line and f"of uid {os.getuid()}" in line for line in job.said)
+    assert any("have sent no request" in line and "ss -tnpe" in line for line in job.said)

@@ -16,12 +16,10 @@ from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.observe.span_trace import SpanTrace, TraceFile
 from hvdtrain.timeline.analysis.analysis import figures
-from hvdtrain.timeline.whatif.read_run import read_evidence
 from hvdtrain.training.records.run_report import collect_spans, whole_lines
 from tests.support.journals import read_events
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
-from tests.support.whatif_run import run_folder
 
 
 def _train(folder: Path, **observe: Any) -> Any:
@@ -77,22 +75,6 @@ def test_large_traces_are_left_out_with_a_note(tmp_path: Path, monkeypatch: pyte
     result = hvdtrain.train({"train": {"steps": 12}, "run_dir": str(tmp_path)}, toy)
     assert result.analysis.budget is not None
     assert any("spans of rank 0 are too large" in note for note in result.analysis.notes)
-
-
-def test_a_run_ends_with_a_proposal_where_asked_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {"train": {"steps": 8}, "parallel": {"sync": "auto"}}
-    hvdtrain.train({**options, "run_dir": str(tmp_path / "one")}, toy)
-    (warning,) = read_events(tmp_path / "one", "warning")
-    assert "--sync auto" in warning["text"] and "one rank" in warning["text"]
-    several = read_evidence(run_folder(tmp_path / "several", size=4, local_size=1, wait_ms=9e4, passes=2))
-    monkeypatch.setattr("hvdtrain.timeline.whatif.read_run.read_evidence", lambda folder: several)
-    capsys.readouterr()
-    hvdtrain.train({**options, "run_dir": str(tmp_path / "slow")}, toy)
-    (proposal,) = read_events(tmp_path / "slow", "proposal")
-    assert proposal["at_step"] == 8 and proposal["options"].startswith("--parallel.sync")
-    assert proposal["options"] in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("what", ["the event", "the trace"])

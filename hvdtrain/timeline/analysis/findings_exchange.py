@@ -11,7 +11,6 @@ import numpy as np
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.compression.table import auto_candidates
-from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, OTHER_EXCHANGE, PARAMETERS, parts_by_rank
@@ -64,7 +63,7 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
     if less:
         return "; ".join(tries)
     if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
-        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`")
+        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync diloco:32`")
     if tries:
         return "; ".join([*tries, "or a faster link"])
     return "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))

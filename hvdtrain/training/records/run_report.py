@@ -16,7 +16,6 @@ import torch
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_bytes, allgather_json, broadcast_json
-from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.files import write_text
 from hvdtrain.observe.span_trace import free_path
@@ -62,31 +61,11 @@ def explain_run(current: Round) -> Analysis | None:
     except Exception as error:
         recorder.warn(f"the analysis of the run failed: {type(error).__name__}: {error}")
         return None
-    if current.run.config.parallel.sync == AUTO_SYNC:
-        _propose(current)
     try:
         recorder.event({"event": "explained", "at_step": current.worker.state.progress.step, **facts})
     except HvdtrainError as error:  # the disk is full
         recorder.warn(error.what)
     return analysis
-
-
-def _propose(current: Round) -> None:
-    """Say which way to exchange takes the least time to a loss."""
-    from hvdtrain.timeline.whatif.evidence import Change
-    from hvdtrain.timeline.whatif.prediction_text import proposal
-    from hvdtrain.timeline.whatif.read_run import read_evidence
-    from hvdtrain.timeline.whatif.time_to_loss import compare_ways
-
-    folder, recorder = current.layout.folder, current.recorder
-    why = f"compared by: hvdtrain timeline whatif {folder} --sync {AUTO_SYNC}"
-    try:
-        found = compare_ways(read_evidence(folder), Change())
-        for line in (*proposal(found), why):
-            recorder.say(line)
-        recorder.event({"event": "proposal", "at_step": current.worker.state.progress.step, **asdict(found.best)})
-    except HvdtrainError as error:
-        recorder.warn(f"no way to exchange is proposed: {error.what}")
 
 
 def _analyse(layout: RunLayout) -> Analysis:

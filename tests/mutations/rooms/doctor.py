@@ -10,11 +10,4 @@ MUTATIONS: tuple[Mutation, ...] = (
         "doctor warns of locked memory where only TCP is used",
         "tests/doctor/hosts/test_checks.py",
     ),
-    mutation(
-        "doctor/hosts/survey.py",
-        "Offset((there - (sent + came) / 2) * 1e-9,",
-        "Offset((there - sent) * 1e-9,",
-        "the time of the question counts as an offset of the clocks",
-        "tests/doctor/hosts/test_clock_offset.py",
-    ),
 )

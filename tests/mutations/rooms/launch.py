@@ -143,25 +143,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/launch/test_screen.py",
     ),
     mutation(
-        "launch/slurm_task.py",
-        'f"{BATCH}{next(self._numbers)}"',
-        'f"{BATCH}{next(self._numbers) + 1}"',
-        "the copies of a store on other nodes wait for a first batch that never comes",
-        "tests/launch/test_rendezvous.py",
-    ),
-    mutation(
         "launch/own_task.py",
         "elif received and code == 128 + received[-1]:",
         "elif received and code == -received[-1]:",
         "a program that a forwarded signal ended counts as failed",
         "tests/cli/test_launch_program.py",
-    ),
-    mutation(
-        "launch/targets/mpijob.py",
-        "result[one[key]] = _merged({} if is_new_source else before, one,",
-        "result[one[key]] = _merged(before, one,",
-        "a volume of a pod keeps its old source beside the new one",
-        "tests/launch/test_pods.py",
     ),
     mutation(
         "launch/rendezvous.py",
@@ -183,13 +169,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "fnmatchcase(name, pattern)",
         "a profile with a host name in capitals fits no host",
         "tests/launch/test_site.py",
-    ),
-    mutation(
-        "launch/slurm_task.py",
-        '"cross_rank": sum(count > info.local_rank for count in per_node[:node]),',
-        '"cross_rank": node,',
-        "ranks with one local rank are not numbered in a row where nodes have unlike counts",
-        "tests/launch/test_slurm_task.py",
     ),
     mutation(
         "launch/worker_process.py",

@@ -32,13 +32,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tests/timeline/whatif/test_read_run.py",
     ),
     mutation(
-        "timeline/whatif/traced_allreduces.py",
-        'elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):',
-        "elif name.endswith(_OPERATION):",
-        "the wait for late ranks counts as time on the link",
-        "tests/timeline/whatif/test_read_run.py",
-    ),
-    mutation(
         "timeline/analysis/budget.py",
         "if phases.length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():",
         "if phases.length(cut[OTHER_EXCHANGE]) > waiting.sum():",

@@ -424,8 +424,7 @@ PLAIN = {"compression": "none"}
         (6.0, "", [], {**PLAIN, "engine": "ddp"}, ["--parallel.compression bf16", "--parallel.bucket_mib 8"]),
         (6.0, "", [], {**PLAIN, "shard": "optimizer"}, ["--parallel.compression bf16", "--parallel.bucket_mib 8"]),
         (20.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2"]),
-        (200.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2", "--sync auto"]),  # an exchange is most of a step
-        (200.0, "", [], {**COMPRESSED, "sync": "auto"}, ["--parallel.bucket_mib 2", "--sync auto"]),
+        (200.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2", "--sync diloco:32"]),  # an exchange is most of a step
         (200.0, "", [], {**COMPRESSED, "sync": "diloco:8"}, ["--parallel.bucket_mib 2"]),
         (200.0, "", [], {**COMPRESSED, "engine": "ddp"}, ["--parallel.bucket_mib 2"]),
     ],
