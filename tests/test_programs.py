@@ -43,9 +43,8 @@ def test_one_that_does_not_end_is_killed_with_what_it_started(
         run_program(["sh", "-c", script], 777, folder=tmp_path, end_s=end_s)
     assert (tmp_path / "ended").exists() == bool(end_s)
     for pid in map(int, pids.read_text().split()):
-        until_s = time.monotonic() + 10
         while is_alive(pid):
-            assert time.monotonic() < until_s
+            time.sleep(0.01)
 
 
 def test_facts_about_this_process() -> None:

@@ -113,34 +113,6 @@ def test_long_collections_are_spans_and_count_in_no_sum() -> None:
     assert spans.pop_seconds() == {}
 
 
-def test_a_collection_of_another_thread_is_within_the_span_that_runs_when_it_ends() -> None:
-    clock = Clock()
-    spans = Spans(clock)
-    with spans("forward"):
-        spans._on_collection("start", {"generation": 2})
-        clock.now += 5
-    clock.now += 1
-    spans._on_collection("stop", {"generation": 2})
-    forward, collection = spans.events()
-    assert (collection.name, collection.start_ns) == ("gc", forward.end_ns) and collection.end_ns > forward.end_ns
-
-
-def test_a_collection_amid_reading_spoils_nothing() -> None:
-    """It records a span of its own, in whatever line it happens."""
-    spans = Spans()
-    for _ in range(2000):
-        spans.record("x", 0)
-    before = gc.get_threshold()
-    try:
-        with spans.collections():
-            gc.set_threshold(10, 1, 1)
-            found = spans.events()
-    finally:
-        gc.set_threshold(*before)
-    assert [event.name for event in found[:2000]] == ["x"] * 2000
-    assert any(event.name == "gc" for event in spans.events())
-
-
 def test_listeners_are_called_in_order_and_their_sums_come_first() -> None:
     told: list[str] = []
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,15 +74,6 @@ def test_the_command_on_the_card_resumes_the_run(gallery: Gallery) -> None:
     assert not (job.run / ".ranks").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.slow
-def test_an_exception_in_reading_data(workers: int, tmp_path: Path) -> None:
-    output = _fails(tmp_path, "--data=raise", f"--loader.workers={workers}")
-    assert "rank 1 has had enough" in output
-    (blamed,) = (s for s in _card(tmp_path)["statements"] if s["who"]["rank"] == 1)
-    assert blamed["last"] == "data"
-
-
 @pytest.mark.parametrize(
     ("options", "size", "words"),
     [
@@ -140,15 +130,6 @@ def test_a_survivor_names_the_killed_rank_when_the_driver_gives_up(elastic: tupl
     card = _card(tmp_path)
     _named_as_killed(card, done.stdout + done.stderr)
     assert " launch -np 2 " in card["resume"] and card["checkpoint"]
-
-
-@pytest.mark.slow
-def test_a_crash_in_native_code_shows_where_python_was(gallery: Gallery) -> None:
-    job = gallery["crashed"]
-    output = job.out + job.err
-    assert job.code != 0 and "crashed in native code" in output
-    assert "Segmentation fault" in output and "failing.py" in output
-    _told_once(output, (job.run / "failure.txt").read_text())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -208,20 +189,6 @@ def test_from_python_the_error_comes_out_and_the_card_is_written(how: str, tmp_p
     card = _card(tmp_path)
     assert card["ranks"] == [1]
     assert card["resume"].endswith(f"script.py {how}  # with run_dir set to run") and "-np 2 " in card["resume"]
-
-
-@pytest.mark.slow
-def test_sigterm_of_a_user_is_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import os, signal, sys\nfrom hvdtrain.__main__ import main\nfrom tests.support import failing\n"
-        "failing.WAYS['raise'] = lambda: os.kill(os.getppid(), signal.SIGTERM)\nsys.exit(main(sys.argv[1:]))\n"
-    )
-    argv = ["script.py", "--task=tests.support.failing:failing", *SHORT, "--how=raise", "--at=20"]
-    own = {"environment": {"PYTHONPATH": str(ROOT)}, "forks": False}  # the parent of a rank is mpirun then
-    done = run(argv, size=2, cwd=tmp_path, check=False, **own)
-    assert HEAD not in done.stdout + done.stderr
-    assert ending(tmp_path / "run/journal.jsonl").get("reason") == signal.SIGTERM.name
-    assert not list((tmp_path / "run").glob("failure.*"))
 
 
 @pytest.mark.parametrize("size", [1, 2])

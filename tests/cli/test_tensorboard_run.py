@@ -7,31 +7,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.observe.past_journal import read_journal, read_steps
-from hvdtrain.observe.scalars import BANDS
-from hvdtrain.observe.tensorboard_page import LOSS_BY_SAMPLES, LOSS_BY_SECONDS
-from tests.support.gallery import STEPS, TOY, Gallery
-from tests.support.tensorboard_run import read, series, single
+from tests.support.gallery import TOY
+from tests.support.tensorboard_run import read
 from tests.support.thread_job import train_on_threads
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
-
-
-def test_killed_and_resumed_nothing_is_twice_and_nothing_lost(gallery: Gallery) -> None:
-    job = gallery["killed"]
-    assert "sink" not in job.out + job.notes["said"]
-    written, losses = job.run / "tensorboard", dict(enumerate(job.losses(), 1))
-    shown = series(written, "loss/train")
-    assert {1, STEPS} <= shown.keys()
-    for saved in (20, 40):  # a point comes with each checkpoint once that is on the disk: before the next begins
-        assert any(saved <= step <= saved + 20 for step in shown), shown.keys()
-    assert shown == {n: single(losses[n]) for n in shown}
-    by_samples = series(written / "by_samples", LOSS_BY_SAMPLES)
-    assert by_samples == {9 * n: loss for n, loss in shown.items()}
-    series(written / "by_seconds", LOSS_BY_SECONDS)
-    assert list(series(written, "loss/heldout")) == [0, 20, 40, 60]
-    assert series(written, "speed/tflops_per_s").keys() == shown.keys()
-    for band in BANDS:
-        assert series(written / "step" / band, "step_stacked_ms/to").keys() == shown.keys()
 
 
 def _train(folder: Path, *options: str) -> None:

@@ -81,34 +81,6 @@ def test_a_rank_that_fails_in_a_window_leaves_a_readable_file(gallery: Gallery) 
     assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 2
 
 
-ENDING = """
-import os, signal
-from pathlib import Path
-import torch
-from hvdtrain import Task
-
-def build():
-    model = torch.nn.Linear(1, 1)
-    def loss(model, batch):
-        if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
-            # What the writer, which looks every 10 ms, has not seen by then is lost.
-            written = "".join(file.read_text() for file in Path("run/timeline").glob("horovod-*"))
-            if written.count('"ALLREDUCE"') > 20:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return model(batch[0]).sum(), 1
-    return Task(model, loss, torch.utils.data.TensorDataset(torch.ones(8, 1)))
-"""
-
-
-@pytest.mark.slow
-def test_the_rank_that_writes_leaves_a_readable_file_also_if_it_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "ending.py").write_text(ENDING)
-    options = ["--task=ending.py:build", *TOY[2:], "--train.steps=5000", "--observe.timeline=all"]
-    assert train(*options, size=2, cwd=tmp_path, check=False).returncode != 0
-    (file,) = of_horovod(tmp_path)
-    assert Counter(read(file, whole=False))[GRADIENTS, "ALLREDUCE"] >= 4
-
-
 @pytest.mark.parametrize("how", ["variable", "horovodrun", "horovodrun --gloo"])
 @pytest.mark.slow
 def test_the_users_own_file_is_whole_and_left_alone(how: str, tmp_path: Path) -> None:

@@ -98,17 +98,6 @@ def test_a_signal_ends_the_job_and_leaves_nothing(
     assert list(scratch.iterdir()) == []
 
 
-def test_reading_a_ledger_can_be_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(run: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("hvdtrain.verify.data.verify_data", interrupted)
-    assert main(["verify", "data", str(tmp_path)]) == 130
-    assert capfd.readouterr().err == "hvdtrain: interrupted\n"
-
-
 def test_where_there_is_no_run_nothing_is_made(scratch: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "resume", str(scratch / "nope")]) == 1
     assert "cannot read" in capfd.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,27 +65,6 @@ def test_a_slow_neighbour_does_not_count(hosts: str, monkeypatch: pytest.MonkeyP
     _measures(monkeypatch, slow=1)
     (found,) = on_ranks(1, lambda comm: link_probe.measure_hosts(comm, CPU, list(hosts), 1.0, 0.5))
     assert found.between == {host: 1.0 if host == "b" else 9.0 for host in hosts}
-
-
-@pytest.mark.parametrize("hash_of", [lambda name: ord(name), lambda name: -ord(name)])
-def test_all_ranks_pair_the_same_hosts_whatever_their_hashes(
-    hash_of: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each process hashes strings differently; a and b are equally fast."""
-
-    class Name(str):
-        def __hash__(self) -> int:
-            return hash_of(str(self))
-
-    groups_measured = _measures(monkeypatch, slow=2)
-    on_ranks(1, lambda comm: link_probe.measure_hosts(comm, CPU, [Name(host) for host in "abc"], 1.0, 0.5))
-    assert groups_measured[-2] == [[0, 2]]
-
-
-def test_every_size_where_there_is_time() -> None:
-    sizes = (1 << 10, 1 << 14, 1 << 18)
-    for mine in on_ranks(2, lambda comm: link_probe.probe_link(comm, CPU, 1e9, sizes=sizes)):
-        assert [size for size, _ in mine] == list(sizes) and all(seconds > 0 for _, seconds in mine)
 
 
 def test_all_ranks_end_where_rank_0_does() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -114,16 +113,6 @@ def test_at_the_deadline_rank_0_hears_who_still_reports(now_s: list[float]) -> N
     assert ended.wait(TIMEOUT_S)
     running = {0: ["link/together"], 1: ["link/bytes/65536"], 2: ["link/bytes/1"]}
     assert heard == [({0: False, 1: True}, running)]
-
-
-def test_a_deadline_that_is_closed_does_nothing(now_s: list[float]) -> None:
-    heard: list[object] = []
-    preflight.Deadline(5.0, 0, lambda *found: heard.append(found)).close()
-    now_s[0] = 5.1
-    for thread in threading.enumerate():
-        if thread.name == "preflight deadline":
-            thread.join(TIMEOUT_S)
-    assert heard == []
 
 
 HEAD = """

@@ -168,14 +168,6 @@ def test_the_whole_model_before_it_is_divided_does_not_count() -> None:
     assert found.peak < 0.95 * 4 * found.model
 
 
-@pytest.mark.slow
-def test_attention_of_gpus_is_computed_again_alike() -> None:
-    """Backward runs the blocks again, where modes of torch are not active."""
-    options = (*LANGUAGE, "--data.seq_len=256", "--parallel.device=cuda", "--memory.checkpointing")
-    kept, again = (predict_memory(*_parsed(*options[:-1], f"{options[-1]}={mode}"), 1) for mode in ("none", "full"))
-    assert again.peak < 0.8 * kept.peak
-
-
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 8)])
 def test_fused_attention_has_the_shapes_of_torch(sizes: tuple[int, int]) -> None:
     key, value = sizes
@@ -343,11 +335,3 @@ def test_gpus_decode_values_of_all_ranks_at_once() -> None:
     on_cpu, on_gpu = (predict_memory(*_parsed(*options[:-1], f"{options[-1]}={d}"), 4) for d in ("cpu", "cuda"))
     indices = 4 * 0.1 * (4 << 20) / 4 * 8
     assert on_gpu.peak > on_cpu.peak + indices / 2
-
-
-@pytest.mark.slow
-def test_an_average_of_the_parameters_counts() -> None:
-    plain, averaged = (predict_memory(*_parsed(*BLOCKS, *more), 1) for more in ((), ("--train.ema=0.9",)))
-    trained = [p for p in _parsed(*BLOCKS)[1]().model.parameters() if p.requires_grad]
-    assert averaged.model - plain.model == sum(p.nbytes for p in trained)
-    assert abs(averaged.peak - plain.peak - (averaged.model - plain.model)) <= SPACE * len(trained)

@@ -193,19 +193,6 @@ def test_a_full_disk_is_reported_and_nothing_partial_is_left(
     sums(out)
 
 
-@pytest.mark.parametrize("said", ["No space left on device", "Disk quota exceeded"])
-def test_a_full_disk_in_pip_is_reported_alike(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
-) -> None:
-    def run(*arguments: object) -> None:
-        raise BuildError("Failed while fetching torch.", found=f"OSError: [Errno 28] {said}: '/somewhere'")
-
-    monkeypatch.setattr(bundle, "Pip", fetch.Pip)
-    monkeypatch.setattr(fetch, "run", run)
-    with pytest.raises(BuildError, match=rf"out cannot be written(?s:.*){said}"):
-        bundled(source, tmp_path / "out")
-
-
 def test_another_source_of_horovod_is_refused(source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source.cached_sdist.write_bytes(b"of somebody else")
     got = tmp_path / "got" / SDIST

@@ -1,4 +1,4 @@
-"""Whole jobs: a real driver, real agents, and processes that speak the channel but do not train; one with Horovod."""
+"""Whole jobs: a real driver, real agents, and processes that speak the channel but do not train."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.install.record import installed
 from tests.support.fake_launch import TIMEOUT_S, FakeJob
-from tests.support.scenario import Hosts
 
 FOR_EVER = "1000000"
 TWO = ("-np", "2", "--elastic", "1:2")
@@ -59,25 +57,6 @@ def test_a_stopped_rank_is_killed(tmp_path: Path) -> None:
         stop(job, "round 2: 1 rank(s)")
 
 
-@pytest.mark.slow
-def test_growth_and_removal_by_a_script(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, "localhost:1")
-    script = hosts.script.rename(tmp_path / "discover me")
-    options = ("-np", "1", "--elastic", "1:4", "--discover", "./discover me", "--events", "events")
-    with FakeJob(tmp_path, *options, "--", FOR_EVER) as job:
-        job.until("round 1: 1 rank(s) on 1 host(s)")
-        hosts.are("localhost:1 127.0.0.1:2")
-        job.until("round 2: 3 rank(s) on 2 host(s)")
-        hosts.are("localhost:1")
-        job.until("round 3: 1 rank(s) on 1 host(s)")
-        script.chmod(0o644)
-        job.until("the hosts stay the same")
-        script.chmod(0o755)
-        hosts.are("localhost:1 127.0.0.1:1")
-        stop(job, "round 4: 2 rank(s) on 2 host(s)")
-    assert len(job.log("end")) == 2
-
-
 def test_ctrl_c_to_the_driver(tmp_path: Path) -> None:
     with FakeJob(tmp_path, *TWO, "--", FOR_EVER) as job:
         job.until("round 1")
@@ -117,19 +96,3 @@ def test_a_killed_agent_takes_its_ranks_with_it_and_is_started_again(tmp_path: P
         job.until("round 2: 1 rank(s) on 1 host(s)")
         stop(job, "round 3: 2 rank(s) on 2 host(s)")
     assert len(ranks) == 1 and not psutil.wait_procs(ranks, timeout=TIMEOUT_S)[1]
-
-
-HVD_RANK = Path(__file__).parents[1] / "support" / "hvd_rank.py"
-
-
-@pytest.mark.slow
-def test_pending_messages_of_a_dead_rank_fail_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = installed()
-    if found is None or not found.fixed:
-        pytest.skip("there is no Horovod, or its Gloo does not tell")
-    monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
-    with FakeJob(tmp_path, *TWO, "--", "2", "kill:1:5", "512", program=HVD_RANK) as job:
-        code, out = job.end()
-    assert code == 0 and "round 2: rank 0 of 1 at 5" in out, job.said
-    assert any("Connection closed by peer" in line or "reset by peer" in line for line in job.said)
-    assert not any("Timed out" in line for line in job.said)

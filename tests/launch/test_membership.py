@@ -234,24 +234,6 @@ class TestFailure:
         job.wait(ELASTIC.end_s + 1)
         assert said(job, "rank 1 on a did not end in time")
 
-    def test_the_exit_of_a_rank_is_reported_though_the_job_has_ended(self) -> None:
-        job = world(replace(ELASTIC, reset_limit=0))
-        dying = job.by_rank(1)
-        job.die(dying)
-        assert said(job, "--reset-limit 0")
-        job.exit(dying)
-        assert job.said[-1] == "rank 1 on a was killed by SIGKILL"
-
-    def test_nothing_is_promised_where_all_are_dying(self) -> None:
-        job = World(Limits(start=2, least=1, most=2), {"a": 2})
-        both = job.round()
-        for worker in both:
-            job.die(worker)
-        assert not said(job, "0 rank(s)")
-        for worker in both:
-            job.exit(worker)
-        assert not said(job, "started again") and job.code == 1
-
     def test_one_that_dies_between_two_rounds_is_not_waited_for(self, job: World) -> None:
         dying, late = job.by_rank(1), job.by_rank(2)
         late.deaf = True

@@ -217,24 +217,6 @@ def test_the_cost_of_events_grows_in_proportion(deed: str) -> None:
     assert cost(job(128)) < 6 * cost(job(32))
 
 
-def test_all_events_of_a_moment_cost_one_look_at_the_ranks() -> None:
-    world, twin = job(128), job(128)
-    joins = [(worker.number, {"type": "join", "why": "changed"}) for worker in world.round()]
-    one = calls(lambda: (world.members.worker_message(*joins[0], world.now_s), world.members.tick(world.now_s)))
-    half = calls(lambda: [twin.members.worker_message(*each, twin.now_s) for each in joins[:64]])
-    assert half + calls(lambda: twin.members.tick(twin.now_s)) < 5 * one
-
-
-def test_a_sign_of_life_costs_the_same_among_any_number() -> None:
-    message = {"type": "alive", "round": 1, "step": 1, "idle_s": 0.1, "waiting": True}
-
-    def cost(world: World) -> int:
-        number = world.by_rank(9).number
-        return calls(lambda: world.members.worker_message(number, message, world.now_s))
-
-    assert cost(job(32)) == cost(job(128))
-
-
 def test_a_driver_that_lags_behind_judges_by_what_it_has_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handling takes longer than messages take to arrive: until then, whoever spoke last is not silent."""
     clock = SimpleNamespace(now_s=1000.0)

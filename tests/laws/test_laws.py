@@ -109,13 +109,6 @@ def test_law_2_holds_with_compression_where_both_save(compression: str, size: in
     check_same(parts.state(), one.state())
 
 
-def test_compression_resumes_with_any_number_of_ranks(whole: dict[int, Recorded], tmp_path: Path) -> None:
-    for size, stop in ((2, 3), (1, 6), (3, 12)):
-        coded = record(tmp_path, *SHORT, f"--train.stop_at={stop}", "--parallel.compression=int8", size=size)
-    assert coded.losses() != whole[1].losses()
-    assert coded.losses() == pytest.approx(whole[1].losses(), rel=1e-2)
-
-
 def test_law_3_parameters_that_drift_apart_end_the_job(tmp_path: Path) -> None:
     def drifting(rank: int) -> Task:
         def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
@@ -182,4 +175,5 @@ def test_a_killed_rank_is_survived(gallery: Gallery, tmp_path: Path) -> None:
     """Laws 1 and 4 in an elastic job: a rank is killed, the other continues, and a new one joins."""
     job = gallery["survived"]
     assert job.notes["sizes"] == [2, 1, 2]
+    assert "Timed out" not in job.out + job.err, "what waits for a dead rank fails as soon as it dies"
     assert job.losses() == pytest.approx(record(tmp_path, *TASK, LENGTH).losses(), rel=1e-5)

@@ -26,8 +26,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from tests.mutations.mutation import Mutation
-from tests.mutations.table import MUTATIONS, ROOMS, room_of
+from tests.mutations.table import MUTATIONS, ROOMS, Mutation, room_of
 from tests.runner.sessions import BUILD, mpirun_variables, variables
 from tests.runner.times import head
 

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-import hvdtrain
 from hvdtrain.config.windows import ALL, OFF, Window
 from hvdtrain.observe.span_trace import LAST_STEPS, SpanTrace, TraceFile
 from hvdtrain.spans import DEVICE, EXCHANGE, Spans
-from tests.support.browser import import_errors, perfetto, text, until
 from tests.support.full_disk import room_for
-from tests.support.toy import toy
 from tests.support.trace_format import check_trace
 
 
@@ -132,12 +129,3 @@ def test_a_failed_write_is_reported_once_and_raises_nothing(tmp_path: Path) -> N
     _train(trace, spans, 1, 500)
     trace.close()
     assert len(said) == 1 and "training continues" in said[0]
-
-
-@pytest.mark.slow
-def test_perfetto_reads_the_spans_of_a_run(tmp_path: Path) -> None:
-    hvdtrain.train({"train": {"steps": 6}, "run_dir": str(tmp_path / "run")}, toy)
-    with perfetto(tmp_path / "run" / "timeline" / "spans-rank-0.json", tmp_path) as opened:
-        until(opened, lambda: "rank 0 on" in text(opened))
-        until(opened, lambda: "training thread" in text(opened))
-        assert import_errors(opened) == []

@@ -295,17 +295,6 @@ def test_without_a_folder_a_dead_neighbour_is_seen_by_the_first_that_is_left_but
     assert not missing({0: GONE, 1: GONE})
 
 
-def test_others_are_asked_no_oftener_than_they_say_something(job: Job) -> None:
-    watchdog, asked = job.watch(40.0), list[int]()
-    job.idle_s(lambda: 1000.0)
-    watchdog._patience.idle_s = lambda idle_s, now_s: idle_s  # type: ignore[method-assign]
-    moving = {1: _beat(1, 0.0)}
-    watchdog._other_heartbeats = lambda: asked.append(1) or moving  # type: ignore[method-assign,func-returns-value]
-    for _ in range(5):
-        watchdog._poll()
-    assert len(asked) == 1
-
-
 def test_first_steps_and_evaluations_have_three_times_the_limit(job: Job) -> None:
     watchdog, times = job.watch(600.0), []
     for step in (0, 51, 52, 53):  # it resumes after step 50

@@ -274,30 +274,6 @@ def test_public_attributes_are_stock_horovods(hvd: Any) -> None:
         assert getattr(made[0], name) == getattr(made[1], name), name
 
 
-@pytest.mark.parametrize("module", ["", ".optimizer", ".elastic"])
-def test_star_imports_give_stock_horovods_names(hvd: Any, module: str) -> None:
-    found: list[dict[str, Any]] = [{}, {}]
-    for package, names in zip(("hvdtrain.torch", "horovod.torch"), found, strict=True):
-        exec(f"from {package}{module} import *", names)
-    assert found[0].keys() == found[1].keys() and found[0].get("allreduce") is found[1].get("allreduce")
-    if not module:
-        assert found[0]["DistributedOptimizer"] is hvd.DistributedOptimizer
-        assert {"info", "choices"}.isdisjoint(dir(hvd)) and not hasattr(hvd, "no_such_thing")
-
-
-def test_private_attributes_and_warnings_that_horovods_tests_use(several: Any, job: Comm) -> None:
-    model, optimizer = _made(several)
-    assert optimizer._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
-    _loss(model, job.rank, 0).backward()
-    assert optimizer._handles.keys() == optimizer._parameter_names.keys()
-    with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"):
-        optimizer.zero_grad()
-    optimizer.synchronize()
-    with pytest.warns(UserWarning, match=r"step\(\) called without optimizer\.skip_synchronize\(\) context after"):
-        optimizer.step()
-    assert not optimizer._handles
-
-
 def test_passes_are_counted_from_a_clearing_on(hvd: Any, job: Comm) -> None:
     model, other = _model(), _model()
     optimizer = hvd.DistributedOptimizer(_sgd(model), backward_passes_per_step=2)

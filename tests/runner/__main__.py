@@ -29,11 +29,11 @@ from dataclasses import asdict
 
 from tests.mutations.table import MUTATIONS, ROOMS, room_of
 from tests.runner.lint import beside, check, lint
-from tests.runner.order import by_worth, rooms_of_files
+from tests.runner.order import by_age
 from tests.runner.plugin import NOT_RUN
 from tests.runner.results import FAILED, PASSED, Outcome, failed, judged, summary
 from tests.runner.sessions import BUILD, PARALLEL, ROOT, alone, busy, on_all_cores, on_two_ranks, temporary_in_memory
-from tests.runner.times import changed_since, head, read_times, write_times
+from tests.runner.times import changed_since, head, newest_first, read_times, write_times
 
 TRIED = BUILD / "mutations.json"
 AGAIN_MIN = 10.0
@@ -103,7 +103,7 @@ def _mutations(deadline: float) -> int:
     """Try the mutations of rooms that have changed since theirs were all caught; 1 where one is not caught."""
     until = min(deadline, time.time() + 60 * MUTATIONS_MIN)
     caught = read_times().mutations
-    since = changed_since(ROOT, set(caught.values()))
+    since = {commit: changed_since(ROOT, commit) for commit in set(caught.values())}
     rooms = [room for room in ROOMS if room not in caught or _has_changed(room, since[caught[room]])]
     if not rooms or time.time() > until:
         return 0
@@ -123,8 +123,7 @@ def _chosen(command: str, deadline: float | None) -> list[str]:
         options += ["--jobs-at-most=20"]
     if command != "fast":
         slow = read_times().slow
-        changed = changed_since(ROOT, {passed.commit for passed in slow.values()})
-        order = by_worth(slow, changed, rooms_of_files(ROOT, slow))
+        order = by_age(slow, newest_first(ROOT, {passed.commit for passed in slow.values()}))
         BUILD.mkdir(parents=True, exist_ok=True)
         (BUILD / "order.json").write_text(json.dumps({name: slow[name].seconds for name in order}))
         options += [f"--order={BUILD / 'order.json'}"]

@@ -81,18 +81,17 @@ def write_times(times: Times, file: Path = FILE) -> None:
     file.write_text(f'{text},\n "slow": {{\n{lines}\n }}\n}}\n')
 
 
-def changed_since(root: Path, commits: set[str]) -> dict[str, set[str]]:
-    """Return of each commit, the newest first, the rooms and the files of tests that have changed since.
+def newest_first(root: Path, commits: set[str]) -> list[str]:
+    """Return commits from the newest to the oldest; those that are unknown here, or on another branch, come last."""
+    place = {commit: number for number, commit in enumerate(_git(root, "rev-list", "HEAD").split())}
+    return sorted(commits, key=lambda commit: place.get(commit, len(place)))
 
-    Everything has changed since a commit that is unknown here, or on another branch.
-    """
-    known = _git(root, "rev-list", "HEAD").split()
-    place = {commit: number for number, commit in enumerate(known)}
-    found: dict[str, set[str]] = {}
-    for commit in sorted(commits, key=lambda commit: place.get(commit, len(known))):
-        since = ["diff", "--name-only", commit] if commit in place else ["ls-files"]
-        found[commit] = {_place(name) for name in _git(root, *since).splitlines()}
-    return found
+
+def changed_since(root: Path, commit: str) -> set[str]:
+    """Return the rooms and the files of tests that have changed since a commit: all where it is unknown here."""
+    is_known = commit in _git(root, "rev-list", "HEAD").split()
+    names = _git(root, *(["diff", "--name-only", commit] if is_known else ["ls-files"])).splitlines()
+    return {_place(name) for name in names}
 
 
 def _place(name: str) -> str:

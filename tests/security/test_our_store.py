@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from tests.support.audited import audited, seen
-from tests.support.fake_launch import FakeJob
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S
 from tests.support.payload import MakesFolder, encoded, request
 
@@ -94,23 +93,3 @@ def test_the_job_starts_no_shell_and_shows_no_secret(job: Job) -> None:
     assert not job.shows_secret
     for event in ("os.system", "subprocess.Popen"):
         assert seen(job.folder / "audit", event) == []
-
-
-@pytest.mark.slow
-def test_ranks_start_and_recover_while_another_program_holds_all_the_connections_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reopens each closed connection; the output says how to find it."""
-    pytest.importorskip("horovod")
-    monkeypatch.setenv("HVD_RANK_MARK", str(tmp_path / "mark"))
-    options = ("-np", "2", "--elastic", "1:2", "--", "3", "kill:1:200")
-    with FakeJob(tmp_path, *options, program=SUPPORT / "hvd_rank.py") as job:
-        crowd = [sys.executable, SUPPORT / "crowd.py", str(job.pid), "1100"]
-        with subprocess.Popen(crowd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
-            code, out = job.end()
-            process.kill()
-    assert code == 0, job.said
-    assert "round 2: rank 0 of 1 at 200" in out and "round 3: rank 1 of 2" in out
-    assert any("have sent no request" in line and "ss -tnpe" in line for line in job.said)

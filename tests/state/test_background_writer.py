@@ -18,7 +18,7 @@ from hvdtrain.state import background_writer, checkpoint_store, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.shard_files import ShardedWrite, is_folder_shared, request_shards
+from hvdtrain.state.shard_files import ShardedWrite, request_shards
 from tests.support.checkpoints import same_state
 from tests.support.launch import TIMEOUT_S
 from tests.support.thread_comm import ThreadComm, on_ranks
@@ -97,18 +97,6 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, slow_disk: threading.Ev
     assert [event["at_step"] for event in writer.events] == [1, 2]
     for step in (1, 2):
         assert same_state(load(tmp_path / f"checkpoints/step-{step:06d}"), _state(step))
-
-
-def test_waiting_saves_say_so_when_they_return(tmp_path: Path) -> None:
-    def body(comm: ThreadComm) -> list[str]:
-        writer = Writer(comm, tmp_path)
-        with writer.opened():
-            writer.save(1, _state(1), {}, wait=True)
-            assert (tmp_path / "checkpoints/step-000001").is_dir(), "on every rank"
-            writer.save(2, _state(2), {}, wait=True, urgent=True)
-        return writer.names()
-
-    assert on_ranks(2, body, at_once=True)[0] == ["checkpoint", "checkpoint"]
 
 
 def _full(monkeypatch: pytest.MonkeyPatch, number: int, rank: int) -> Callable[[], None]:
@@ -312,15 +300,3 @@ def test_a_part_with_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     write.write_on_other_rank(1, lambda: None)
     with pytest.raises(OSError, match="written 1 tensors instead of 2"):
         write.gather(lambda: None, threading.Event())
-
-
-def test_nothing_is_left_where_a_rank_is_lost_in_the_search_for_a_shared_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(comm: ThreadComm, tensor: object, *, name: str) -> None:
-        raise ConnectionError
-
-    monkeypatch.setattr(ThreadComm, "allgather", lost)
-    with pytest.raises(ConnectionError):
-        on_ranks(2, lambda comm: is_folder_shared(comm, tmp_path if comm.rank == 0 else None))
-    assert list(tmp_path.iterdir()) == []

@@ -233,12 +233,6 @@ def raised(folder: Path) -> Recorded:
 
 
 @_recording
-def crashed(folder: Path) -> Recorded:
-    """Two ranks, of which rank 1 dies of a fault in native code."""
-    return _trained(folder, *TOY, **_fault("crash", 1, 8))
-
-
-@_recording
 def survived(folder: Path) -> Recorded:
     """An elastic job of two ranks: rank 0 is killed in step 12, rank 1 goes on, another one comes."""
     job = Scenario(folder, "-np", "2", "--elastic", "1:2", fault="SIGKILL", rank=0)

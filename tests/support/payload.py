@@ -22,21 +22,6 @@ class MakesFolder:
         return Path.mkdir, (self.marker,)
 
 
-@dataclass(frozen=True)
-class GivesFunction:
-    """Unpickled, it makes a folder and is a function that can be called: what a rank of horovod.run() waits for."""
-
-    marker: Path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (self.marker,)
-
-
-def _made(marker: Path) -> Any:
-    marker.mkdir()
-    return dict
-
-
 def encoded(value: Any) -> bytes:
     """As Horovod's codec writes values."""
     return base64.b64encode(pickle.dumps(value))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.chat import ChatEncoder, Conversation, chat_files
 from hvdtrain.task.corpus import open_corpus
@@ -249,29 +247,7 @@ def test_weights_of_chat_files(tmp_path: Path) -> None:
         open_corpus(TextConfig(chat=names, end_token=3))
 
 
-def _mixture(folder: Path) -> list[str]:
-    """Conversations whose numbers of counted tokens differ."""
-    for source, words in (("code", 4), ("prose", 23)):
-        rows = [{"prompt": f"{source}{i}", "completion": "word " * (1 + (words * i) % 29)} for i in range(24)]
-        write(folder / f"{source}.jsonl", *rows)
-    return [f"--data.chat=['{folder}/code.jsonl', '{folder}/prose.jsonl']", "--data.weights=[0.25, 0.75]"]
-
-
 def _train(folder: Path, *options: str, size: int) -> Recorded:
     common = ("--model.preset=tiny", "--train.epochs=0.2", "--train.global_batch=6", "--data.seq_len=96")
     common += ("--optimizer.warmup_steps=1", "--optimizer.name=sgd", "--train.eval_samples=2")
     return record_on_threads(folder, *common, *options, size=size)
-
-
-def test_the_curve_depends_neither_on_ranks_nor_on_a_resume(tmp_path: Path) -> None:
-    data = _mixture(tmp_path)
-    one = _train(tmp_path / "one", *data, "--train.micro_batch=6", size=1)
-    two = _train(tmp_path / "two", *data, "--train.micro_batch=1", size=2)
-    assert two.losses() == pytest.approx(one.losses(), rel=2e-6)
-    _train(tmp_path / "again", *data, "--train.micro_batch=1", "--train.stop_at=1", size=2)
-    again = _train(tmp_path / "again", *data, "--train.micro_batch=1", size=2)
-    assert again.losses() == two.losses()
-    assert one.losses()[-1] < one.losses()[0]
-    header = json.loads((one.run / "ledger" / "start-0000.rank-00000.jsonl").read_text().partition("\n")[0])
-    epoch = SampleOrder(header["samples"], header["sources"], 0).epoch_samples
-    assert len(one.losses()) == math.ceil(0.2 * epoch / 6) > math.ceil(0.2 * header["samples"] / 6)

@@ -104,27 +104,6 @@ def _train(folder: Path, *options: str, size: int) -> Recorded:
     return record_on_threads(folder, *common, "--train.micro_batch=2", "--train.eval_every=1", *options, size=size)
 
 
-def test_the_curves_are_those_of_plain_files_on_any_ranks(tmp_path: Path) -> None:
-    for part, texts in (("train", TEXTS[:45]), ("valid", TEXTS[45:])):
-        (tmp_path / f"{part}.parquet").write_bytes(as_parquet(rows_of(texts)))
-        (tmp_path / f"{part}.jsonl.gz").write_bytes(
-            gzip.compress(as_lines([{"doc": {"body": text}} for text in texts]))
-        )
-        for number, text in enumerate(texts):
-            path = tmp_path / part / f"{number:02}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
-    found = []
-    for name, size in (("{}/*.txt", 1), ("{}.parquet", 1), ("{}.jsonl.gz", 1), ("{}.jsonl.gz", 2)):
-        options = [f"--data.{o}={tmp_path}/{name.format(p)}" for o, p in (("text", "train"), ("validation", "valid"))]
-        nested = ["--data.field=doc.body"] if "jsonl" in name else []
-        run = _train(tmp_path / f"run{len(found)}", *options, *nested, size=size)
-        found.append((run.losses(), [event["loss"] for event in run.events("evaluation")]))
-    assert found[0] == found[1] == found[2] and len(set(found[0][1])) == 4
-    assert found[3][0] == pytest.approx(found[0][0], rel=2e-6)
-    assert found[3][1] == pytest.approx(found[0][1], rel=2e-6)
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The address of a server that sends no parts of files."""

@@ -130,16 +130,6 @@ def test_a_folder_in_bfloat16_is_trained_in_float32_and_pickled_weights_are_not_
         tiny(from_=str(tmp_path))
 
 
-def test_code_next_to_a_config_is_not_run(tmp_path):
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
-    for options in ({"config": str(tmp_path / "config.json")}, {"from_": str(tmp_path)}):
-        with pytest.raises(ConfigError, match="does not describe a model"):
-            tiny(**options)
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

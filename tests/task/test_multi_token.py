@@ -178,17 +178,6 @@ def test_weights_of_a_folder_are_read_one_by_one(tmp_path: Path) -> None:
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in made.state_dict().items())
 
 
-def test_new_layers_join_existing_weights(tmp_path: Path) -> None:
-    plain = _model(0)
-    plain.config.num_mtp_layers = 1  # as in configurations of models that are published without these weights
-    plain.save_pretrained(tmp_path)
-    loaded: Any = load_model(SavedModel(tmp_path, is_checkpoint=False), mtp=True)
-    assert len(loaded.model.layers) == 2
-    more: Any = causal_lm(ModelConfig(from_=str(tmp_path), mtp_layers=1), vocabulary=257, seq_len=TOKENS)
-    assert all(torch.equal(value, more.state_dict()[name]) for name, value in plain.state_dict().items())
-    assert more.model.layers[2].eh_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
-
-
 def test_a_folder_that_lacks_a_weight_or_is_damaged_is_an_error(tmp_path: Path) -> None:
     made, options = _model(), ModelConfig(from_=str(tmp_path), mtp_layers=2)
     kept = {name: value for name, value in made.state_dict().items() if name != "model.layers.2.enorm.weight"}

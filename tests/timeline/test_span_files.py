@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -56,20 +55,6 @@ def test_files_of_other_starts_are_not_read(tmp_path: Path, monkeypatch: pytest.
         (found,) = read_span_files(tmp_path, size, asked)  # three would be more
         assert found.start == number and found.start_us[0] == pytest.approx(1e6 * (1 + number) + 100)
     assert [(spans.rank, spans.start_us[0]) for spans in read_spans(tmp_path)] == [(0, pytest.approx(3e6 + 100))]
-
-
-def test_a_large_file_takes_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace(tmp_path, monkeypatch, 0, 1e6, "x")
-    path = tmp_path / "spans-rank-0.json"
-    lines = path.read_bytes().splitlines()
-    (span,) = (line for line in lines if b'"forward"' in line)
-    path.write_bytes(b"\n".join([*lines[:5], *[span] * 10_000, *lines[5:]]) + b"\n")
-    tracemalloc.start()
-    (found,) = read_span_files(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(found.step) == 10_002
-    assert peak < path.stat().st_size
 
 
 @pytest.mark.parametrize(("clock", "offset_us"), [("x", 0.0), ("y", 4e8)])

@@ -170,13 +170,6 @@ def test_a_verdict_comes_stays_and_goes() -> None:
     assert changed(later, after) == [f"no longer: {later['rank 1']}"]
 
 
-def test_a_slow_host_is_one_verdict() -> None:
-    work = 100 + noise(np.random.default_rng(0), (16, 320), "gaussian", 1.0)
-    work[8:] += 8.0
-    (text,) = _said(work).values()
-    assert text.startswith("host host1 is slow")
-
-
 def test_expensive_findings_are_verdicts() -> None:
     table = table_of(np.full((2, 60), 100.0), exchange_ms=60.0)
     found = verdicts(analyse(run_of(table)))

@@ -6,6 +6,7 @@ import math
 from collections import ChainMap, OrderedDict, UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -165,6 +166,19 @@ def test_the_device_decides_as_the_host_does(name: str, clip: float, precision: 
         states = [list(stepper.engine.optimizer.state.values()) for stepper in (host, device)]
         assert [sorted(state) for state in states[0]] == [sorted(state) for state in states[1]]
         assert [s.get("step") for s in states[0]] == [s.get("step") for s in states[1]]
+
+
+def test_the_host_draws_ahead_before_it_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    _, stepper = _fused_steppers("adamw", "fp32", 0.0)
+    stepper.ahead = partial(order.append, "draw")
+    _run(stepper, _batches(stepper.task, 5))  # the host decides on the first step
+    order.clear()
+    for owner, name in ((stepper.engine, "step"), (HostCopy, "tolist")):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, real=real, name=name: order.append(name) or real(*a))
+    _run(stepper, _batches(stepper.task, 5))
+    assert order == ["step", "draw", "tolist"]
 
 
 def test_only_torchs_own_fused_optimizers_decide_on_the_device() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hvdtrain.comm.rounds import OneRound, Rounds
 from hvdtrain.comm.solo import SoloComm
@@ -17,10 +18,13 @@ from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.config.parse import parse_object
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.make import make_engine
+from hvdtrain.exchange.bucket_exchange import BucketExchange
+from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.output import Progress as Display
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Recorder
+from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
@@ -35,7 +39,6 @@ from hvdtrain.training.loop.feed import begin_start
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.restore import resume_state
 from hvdtrain.training.start.run_directory import claim_run_directory
-from tests.support.buffers import watch_buffers
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
@@ -195,6 +198,22 @@ def test_a_card_is_written_of_the_last_round_alone_and_only_if_it_failed(
     with pytest.raises(JobFailed):
         session.run_training(run, toy, _Rounds(2), None, RankInfo())  # type: ignore[arg-type]
     assert written == cards
+
+
+def watch_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows by the number of older buffers that are alive when a reducer makes new buckets."""
+    alive: list[int] = []
+    older: list[StorageWeakRef] = []
+    make = Reducer._make_exchange
+
+    def watched(self: Reducer, plan: BucketPlan) -> BucketExchange:
+        alive.append(sum(not storage.expired() for storage in older))
+        exchange = make(self, plan)
+        older.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in exchange.buffers())
+        return exchange
+
+    monkeypatch.setattr(Reducer, "_make_exchange", watched)
+    return alive
 
 
 @pytest.mark.parametrize("compression", ["bf16", "topk:0.5"])

@@ -93,12 +93,12 @@ def _choose_for_srun(machine: Machine, in_image: bool) -> base.Pick:
 
 
 def _choose_for_slurm(machine: Machine, in_image: bool) -> base.Pick:
-    """Pick the MPI of a script's ranks, or None for our driver. Errors: LaunchError for containers without an MPI."""
+    """Pick the MPI of a script's ranks, or None for our driver. Errors: LaunchError if containers or --pmi need one."""
     mpi, why = _mpi_by_pmi(machine, in_image)
-    if mpi is None and in_image:
+    if mpi is None and (in_image or machine.pmi not in ("", "none")):
         raise LaunchError(
-            f"srun cannot connect ranks in containers: {why}",
-            expected="an MPI on PATH of the same kind as that of the image, and a PMI of it in srun --mpi=list",
+            f"srun cannot connect the ranks: {why}",
+            expected="an MPI on PATH, in containers of the image's kind, and a PMI of it in srun --mpi=list",
             next_step="load the module of that MPI",
         )
     return mpi, f"; by our own driver, over Gloo, as {why}" if mpi is None else ""

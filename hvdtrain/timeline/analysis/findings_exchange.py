@@ -63,7 +63,9 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
     if less:
         return "; ".join(tries)
     if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
-        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync diloco:32`")
+        workers = next((count for count in range(2, facts.run.size) if facts.run.size % count == 0), facts.run.size)
+        change = f"--sync diloco:32 --workers {workers}"
+        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} {change}`")
     if tries:
         return "; ".join([*tries, "or a faster link"])
     return "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))

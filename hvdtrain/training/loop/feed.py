@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class Feed:
     records: bool = True
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
     _shares: Iterator[StepShare] = field(default_factory=lambda: iter(()), init=False)
+    _ahead: Future[HostBatch] | None = field(default=None, init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
         """Draw from `progress` to step `stop`: a new start in the ledger. `why`: see `begin_start`. Collective: yes."""
@@ -39,12 +41,22 @@ class Feed:
         begin_start(self.ledger, self.current.comm, self.stream, progress, why)
         worker, loader, steps = self.current.worker, self.current.run.config.loader, stop - progress.step
         collate, on_cuda = worker.task.collate, worker.device.type == "cuda"
+        self._ahead = None
         self._shares = self.stream.steps(progress.position, steps)
         self._batches = train_batches(self.stream, progress.position, steps, loader, collate, on_cuda=on_cuda)
 
     def next_share(self) -> StepShare:
         """Return this rank's share of the next step, for `draw`; not of workers that train apart."""
         return next(self._shares)
+
+    def ahead(self) -> None:
+        """Draw the first batch of the next step now. If that fails, `draw` raises the error."""
+        self._ahead = Future()
+        try:
+            with self.current.spans("data"):
+                self._ahead.set_result(next(self._batches))
+        except Exception as error:  # StopIteration, too: nobody draws after the last step
+            self._ahead.set_exception(error)
 
     def draw(
         self, mine: list[MicroBatch], step: int, repeated: Sequence[MicroBatch] = ()
@@ -54,8 +66,11 @@ class Feed:
         Those of `repeated` come last; another rank records their samples.
         """
         for number, where in enumerate([*mine, *repeated]):
-            with self.current.spans("data"):
-                drawn = next(self._batches)
+            if self._ahead is not None:
+                drawn, self._ahead = self._ahead.result(), None
+            else:
+                with self.current.spans("data"):
+                    drawn = next(self._batches)
             if not number and drawn.data_state:
                 self.current.worker.state.progress.data_state = orjson.loads(drawn.data_state)
             if number < len(mine) and self.records:

@@ -47,6 +47,7 @@ class Stepper:
     counts: bool = True  # whether this rank's losses and weights count; of ranks that divide matrices, those of one do
     sharing: int = 1  # number of ranks that have the same samples, and run each pass together
     by_device: bool = False
+    ahead: Callable[[], None] = lambda: None  # called while the device updates parameters, before the host waits for it
 
     def __post_init__(self) -> None:
         """Make the update; find out which parts have which methods, as most have few."""
@@ -118,12 +119,20 @@ class Stepper:
             self._update.decide(gradients, totals, unused, len(values))
             del gradients  # an engine may free them before it gathers parameters
         with spans["optimizer"]:
-            result = self._update.apply()
-            engine.commit(applied=result.applied)
-            for part in having["finish"]:
-                part.finish(self.spans.step, applied=result.applied)
-            if result.next_scale != result.scale:
-                engine.rescale(result.next_scale / result.scale)
+            self._update.apply()
+            if not self.by_device:
+                return self._finished()
+        self.ahead()
+        with spans["optimizer"]:
+            return self._finished()
+
+    def _finished(self) -> StepResult:
+        result = self._update.result()
+        self.engine.commit(applied=result.applied)
+        for part in self._having["finish"]:
+            part.finish(self.spans.step, applied=result.applied)
+        if result.next_scale != result.scale:
+            self.engine.rescale(result.next_scale / result.scale)
         return result
 
     def _passes(

@@ -77,13 +77,16 @@ class Update:
         if any(unused):
             self.engine.leave_out(used_by_nobody(self._users, unused, self.ranks))
 
-    def apply(self) -> StepResult:
-        """Update the parameters, unless the step is skipped; return its result."""
+    def apply(self) -> None:
+        """Update the parameters, unless the step is skipped."""
         if self._result is None or self._result.applied:
             if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
                 begin_momentum(self.engine.optimizer)
                 self._updated |= new
             self._step()
+
+    def result(self) -> StepResult:
+        """Return the result of the step; wait for the device if it has decided."""
         return self._result or self._decided()
 
     def _with_gradient(self) -> set[Tensor]:

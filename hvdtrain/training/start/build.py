@@ -158,6 +158,8 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     )
     ledger = Ledger(current.layout.ledger, recorder.warn)
     feed = Feed(current, stream, ledger, records=records)
+    if apart is None:
+        stepper.ahead = feed.ahead
     host = worker.info.variables.get("HOROVOD_HOSTNAME", worker.info.host)  # as the launcher names it
     roll_back = RollBack(
         policy=config.elastic.roll_back,

@@ -1,17 +1,16 @@
 """Mutations of `hvdtrain/comm/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "comm/rounds.py",
-        "            if self._client.is_broken():\n"
-        '                raise HorovodInternalError("the round has lost a rank")\n'
-        "            yield part\n",
-        "            yield part\n"
-        "            if self._client.is_broken():\n"
-        '                raise HorovodInternalError("the round has lost a rank")\n',
-        "a survivor computes another micro-batch before it gives the step up",
-        "tests/comm/test_rounds.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("comm/rounds.py", "tests/comm/test_rounds.py"): {
+        "a survivor computes another micro-batch before it gives the step up": (
+            "            if self._client.is_broken():\n"
+            '                raise HorovodInternalError("the round has lost a rank")\n'
+            "            yield part\n",
+            "            yield part\n"
+            "            if self._client.is_broken():\n"
+            '                raise HorovodInternalError("the round has lost a rank")\n',
+        ),
+    },
+}

@@ -1,13 +1,12 @@
 """Mutations of `hvdtrain/config/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "config/windows.py",
-        "return self.last is not None and step > self.last",
-        "return self.last is not None and step >= self.last",
-        "the last step of a window is left out",
-        "tests/config/test_windows.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("config/windows.py", "tests/config/test_windows.py"): {
+        "the last step of a window is left out": (
+            "return self.last is not None and step > self.last",
+            "return self.last is not None and step >= self.last",
+        ),
+    },
+}

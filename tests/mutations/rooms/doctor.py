@@ -1,13 +1,12 @@
 """Mutations of `hvdtrain/doctor/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "doctor/hosts/checks.py",
-        "for host, facts in survey.facts.items() if facts.host.fabric}",
-        "for host, facts in survey.facts.items()}",
-        "doctor warns of locked memory where only TCP is used",
-        "tests/doctor/hosts/test_checks.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("doctor/hosts/checks.py", "tests/doctor/hosts/test_checks.py"): {
+        "doctor warns of locked memory where only TCP is used": (
+            "for host, facts in survey.facts.items() if facts.host.fabric}",
+            "for host, facts in survey.facts.items()}",
+        ),
+    },
+}

@@ -1,143 +1,111 @@
 """Mutations of `hvdtrain/exchange/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-DROP_IN = "tests/parallel/test_drop_in.py"
-
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "exchange/rows.py",
-        "return torch.maximum(gradient.amax(across), -gradient.amin(across))",
-        "return gradient.amax(across)",
-        "rows of zeros and negative numbers count as zero and are not sent",
-        "tests/exchange/test_rows.py",
-    ),
-    mutation(
-        "exchange/agreement.py",
-        "rows = {n: sys.maxsize if has_residual(n) else count for n, count in count_rows(counted).items()}",
-        "rows = count_rows(counted)",
-        "what compression owes to a parameter is lost when its rows travel",
-        "tests/exchange/test_rows.py",
-    ),
-    mutation(
-        "exchange/reducer.py",
-        "self.adopt(loaded.without_rows(with_residual))",
-        "self.adopt(loaded)",
-        "a saved plan of rows loses what is owed to the parameter",
-        "tests/exchange/test_rows.py",
-    ),
-    mutation(
-        "exchange/active_buckets.py",
-        "self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)",
-        "self.detached = DetachedState({}, self.ranks)",
-        "what is owed to a frozen parameter is forgotten",
-        "tests/exchange/test_residual_transfer.py",
-    ),
-    mutation(
-        "exchange/bucket.py",
-        "        parameter.grad = None\n        self.missing.remove(index)\n",
-        "        self.missing.remove(index)\n",
-        "a gradient that is on its way can still be clipped or scaled",
-        "tests/exchange/test_reducer.py",
-    ),
-    mutation(
-        "exchange/optimizer.py",
-        "partial(kind.zero_grad, self), *arguments, **keywords)",
-        "partial(kind.zero_grad, self))",
-        "zero_grad ignores set_to_none",
-        DROP_IN,
-    ),
-    mutation(
-        "exchange/optimizer.py",
-        '    optimizer.__dict__.pop("step", None)\n',
-        "",
-        "with a schedule made before, steps go past the exchange",
-        DROP_IN,
-    ),
-    mutation(
-        "exchange/optimizer.py",
-        "tensors = reducer.synchronized_state()",
-        "tensors = reducer.state_dict()[0]",
-        "the saved state of compression differs between ranks",
-        DROP_IN,
-    ),
-    mutation(
-        "exchange/backward_passes.py",
-        "self.last = number >= self.count",
-        "self.last = number > self.count",
-        "with several passes a step gradients travel after the last backward, not during it",
-        "tests/exchange",
-        DROP_IN,
-    ),
-    mutation(
-        "exchange/coded_shard_bucket.py",
-        "return self._residual if self._left is None else self._left",
-        "return self._residual",
-        "a pass of a step forgets what the one before it has not delivered",
-        "tests/laws/test_sharded_compression.py",
-    ),
-    mutation(
-        "exchange/coded_shard_bucket.py",
-        "            self._model(shard).copy_(self._exact(shard))\n",
-        "            pass\n",
-        "after a save, an owner's model has rounded parameters",
-        "tests/laws/test_sharded_compression.py",
-    ),
-    mutation(
-        "exchange/buckets.py",
-        "None if parameter.is_contiguous() else each.stride())",
-        "None)",
-        "the gradient of a parameter in channels_last lies as if it were contiguous",
-        "tests/exchange/test_buckets.py",
-        "tests/exchange/test_reducer.py",
-    ),
-    mutation(
-        "exchange/norms.py",
-        "map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])",
-        "map(_chunk_rows, [gradient.shape for gradient in gradients])",
-        "the norm of rows has other chunks than that of the whole gradient",
-        "tests/exchange/test_shards.py",
-    ),
-    mutation(
-        "exchange/grad_scaler.py",
-        "exchange.reducer.rescale(after / before)",
-        "exchange.reducer.rescale(before / after)",
-        "residuals shrink when the loss scale grows",
-        "tests/exchange/test_residual_transfer.py",
-    ),
-    mutation(
-        "exchange/at_owners.py",
-        "ShardBucket(layout, comm, whole, first=number, on_host=on_host)",
-        "ShardBucket(layout, comm, whole, on_host=on_host)",
-        "one copy owns the whole matrices of all buckets",
-        "tests/exchange/test_at_owners.py",
-    ),
-    mutation(
-        "exchange/bucket_exchange.py",
-        "return running + sum(bucket.kept_bytes for bucket in self._buckets)",
-        "return running",
-        "sums that have arrived take memory beyond the limit",
-        "tests/exchange/test_shard_bucket.py",
-    ),
-    mutation(
-        "exchange/shard_bucket.py",
-        "sums.view(-1) if self._summed is None else self._summed.add_(sums.view(-1))",
-        "sums.view(-1)",
-        "the sums of a pass replace those of the passes before it",
-        "tests/engine/test_own_loop.py",
-    ),
-    mutation(
-        "exchange/own_loop.py",
-        "        self._last_session = self._session()\n        self.reducer.restart",
-        "        self.reducer.restart",
-        "after a change of ranks, each step restarts the exchange and drops what compression has learned",
-        "tests/exchange/test_residual_transfer.py",
-    ),
-    mutation(
-        "exchange/between_copies.py",
-        'self.exchange, self.detached = None, DetachedState(tensors, int(values["ranks"]))',
-        "self.exchange, self.detached = None, DetachedState(tensors, self.ranks)",
-        "residuals of another number of copies change their sum",
-        "tests/exchange/test_residual_transfer.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("exchange/rows.py", "tests/exchange/test_rows.py"): {
+        "rows of zeros and negative numbers count as zero and are not sent": (
+            "return torch.maximum(gradient.amax(across), -gradient.amin(across))",
+            "return gradient.amax(across)",
+        ),
+    },
+    ("exchange/agreement.py", "tests/exchange/test_rows.py"): {
+        "what compression owes to a parameter is lost when its rows travel": (
+            "rows = {n: sys.maxsize if has_residual(n) else count for n, count in count_rows(counted).items()}",
+            "rows = count_rows(counted)",
+        ),
+    },
+    ("exchange/reducer.py", "tests/exchange/test_rows.py"): {
+        "a saved plan of rows loses what is owed to the parameter": (
+            "self.adopt(loaded.without_rows(with_residual))",
+            "self.adopt(loaded)",
+        ),
+    },
+    ("exchange/active_buckets.py", "tests/exchange/test_residual_transfer.py"): {
+        "what is owed to a frozen parameter is forgotten": (
+            "self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)",
+            "self.detached = DetachedState({}, self.ranks)",
+        ),
+    },
+    ("exchange/bucket.py", "tests/exchange/test_reducer.py"): {
+        "a gradient that is on its way can still be clipped or scaled": (
+            "        parameter.grad = None\n        self.missing.remove(index)\n",
+            "        self.missing.remove(index)\n",
+        ),
+    },
+    ("exchange/optimizer.py", "tests/parallel/test_drop_in.py"): {
+        "zero_grad ignores set_to_none": (
+            "partial(kind.zero_grad, self), *arguments, **keywords)",
+            "partial(kind.zero_grad, self))",
+        ),
+        "with a schedule made before, steps go past the exchange": ('    optimizer.__dict__.pop("step", None)\n', ""),
+        "the saved state of compression differs between ranks": (
+            "tensors = reducer.synchronized_state()",
+            "tensors = reducer.state_dict()[0]",
+        ),
+    },
+    ("exchange/backward_passes.py", "tests/exchange", "tests/parallel/test_drop_in.py"): {
+        "with several passes a step gradients travel after the last backward, not during it": (
+            "self.last = number >= self.count",
+            "self.last = number > self.count",
+        ),
+    },
+    ("exchange/coded_shard_bucket.py", "tests/laws/test_sharded_compression.py"): {
+        "a pass of a step forgets what the one before it has not delivered": (
+            "return self._residual if self._left is None else self._left",
+            "return self._residual",
+        ),
+        "after a save, an owner's model has rounded parameters": (
+            "            self._model(shard).copy_(self._exact(shard))\n",
+            "            pass\n",
+        ),
+    },
+    ("exchange/buckets.py", "tests/exchange/test_buckets.py", "tests/exchange/test_reducer.py"): {
+        "the gradient of a parameter in channels_last lies as if it were contiguous": (
+            "None if parameter.is_contiguous() else each.stride())",
+            "None)",
+        ),
+    },
+    ("exchange/norms.py", "tests/exchange/test_shards.py"): {
+        "the norm of rows has other chunks than that of the whole gradient": (
+            "map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])",
+            "map(_chunk_rows, [gradient.shape for gradient in gradients])",
+        ),
+    },
+    ("exchange/grad_scaler.py", "tests/exchange/test_residual_transfer.py"): {
+        "residuals shrink when the loss scale grows": (
+            "exchange.reducer.rescale(after / before)",
+            "exchange.reducer.rescale(before / after)",
+        ),
+    },
+    ("exchange/at_owners.py", "tests/exchange/test_at_owners.py"): {
+        "one copy owns the whole matrices of all buckets": (
+            "ShardBucket(layout, comm, whole, first=number, on_host=on_host)",
+            "ShardBucket(layout, comm, whole, on_host=on_host)",
+        ),
+    },
+    ("exchange/bucket_exchange.py", "tests/exchange/test_shard_bucket.py"): {
+        "sums that have arrived take memory beyond the limit": (
+            "return running + sum(bucket.kept_bytes for bucket in self._buckets)",
+            "return running",
+        ),
+    },
+    ("exchange/shard_bucket.py", "tests/engine/test_own_loop.py"): {
+        "the sums of a pass replace those of the passes before it": (
+            "sums.view(-1) if self._summed is None else self._summed.add_(sums.view(-1))",
+            "sums.view(-1)",
+        ),
+    },
+    ("exchange/own_loop.py", "tests/exchange/test_residual_transfer.py"): {
+        "after a change of ranks, each step restarts the exchange and drops what compression has learned": (
+            "        self._last_session = self._session()\n        self.reducer.restart",
+            "        self.reducer.restart",
+        ),
+    },
+    ("exchange/between_copies.py", "tests/exchange/test_residual_transfer.py"): {
+        "residuals of another number of copies change their sum": (
+            'self.exchange, self.detached = None, DetachedState(tensors, int(values["ranks"]))',
+            "self.exchange, self.detached = None, DetachedState(tensors, self.ranks)",
+        ),
+    },
+}

@@ -1,177 +1,138 @@
 """Mutations of `hvdtrain/state/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "state/checkpoint_store.py",
-        "        if obsolete:\n            self._verify(just_saved, progress or self.progress)\n",
-        "",
-        "old checkpoints are removed before the new one is verified",
-        "tests/state/test_checkpoint_store.py",
-    ),
-    mutation(
-        "state/ledger.py",
-        "if self._ranges and self._ranges[-1][1] == begin:",
-        "if self._ranges and self._ranges[-1][1] <= begin:",
-        "the ledger includes positions that were left out",
-        "tests/state/test_ledger.py",
-    ),
-    mutation(
-        "state/train_state.py",
-        '            self.scaler.load_state_dict(state.values["scaler"])\n',
-        "            pass\n",
-        "a resume forgets the loss scale of fp16",
-        "tests/state/test_checkpoint_store.py",
-    ),
-    mutation(
-        "state/train_state.py",
-        "for key, value in chain(slots.items(), plain.items()):",
-        "for key, value in slots.items():",
-        "a resume loses the optimizer's counters that are plain numbers",
-        "tests/state/test_checkpoint_store.py",
-    ),
-    mutation(
-        "state/manifest.py",
-        "if (CHECKSUM in manifest or form == FORMAT) and manifest.get(CHECKSUM) != _own_checksum(content):",
-        "if CHECKSUM in manifest and manifest.get(CHECKSUM) != _own_checksum(content):",
-        "a manifest that lost its own checksum is accepted",
-        "tests/state/test_damage.py",
-        "tests/state/test_checkpoint_store.py",
-    ),
-    mutation(
-        "state/tensor_file.py",
-        "    if hasher.hexdigest() != digest.checksum:\n",
-        "    if len(hasher.hexdigest()) != len(digest.checksum):\n",
-        "a file with other bytes of the same size is accepted",
-        "tests/state/test_damage.py",
-        "tests/state/test_checkpoint_store.py",
-    ),
-    mutation(
-        "state/shard_files.py",
-        "        if found != self.others:\n",
-        "        if found > self.others:\n",
-        "a checkpoint that lacks tensors of another rank is kept",
-        "tests/state/test_background_writer.py",
-    ),
-    mutation(
-        "state/snapshot.py",
-        "if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
-        "if synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
-        "a commit holds one rank's residuals instead of the mean",
-        "tests/state/test_commits.py",
-    ),
-    mutation(
-        "state/snapshot.py",
-        "                self._unsure = Snapshot(), copies\n"
-        "                self._unsure[0].capture(copied, state.progress.step)\n",
-        "",
-        "a rank forgets a commit that others may have ended when they notice the loss of a rank",
-        "tests/state/test_buddies.py",
-    ),
-    mutation(
-        "state/placeholder.py",
-        "            _fill_another(func, *args, **named)\n",
-        "            pass\n",
-        "a rank that builds a model without memory draws other data than rank 0",
-        "tests/state/test_placeholder.py",
-    ),
-    mutation(
-        "state/placeholder.py",
-        'if func.namespace != "aten" or _writes_values(func, args, named):',
-        'if func.namespace != "aten":',
-        "data that is computed from parameters without values is wrong, without an error",
-        "tests/state/test_placeholder.py",
-    ),
-    mutation(
-        "state/background_writer.py",
-        '        self._retry_s, self._retry_at, self._last_error = _FIRST_RETRY_S, float("inf"), ""\n',
-        '        self._retry_s, self._last_error = _FIRST_RETRY_S, ""\n',
-        "a save that failed is tried again though a later one has succeeded",
-        "tests/state/test_background_writer.py",
-    ),
-    mutation(
-        "state/divided.py",
-        "        offset[cut.dim] += begin\n",
-        "        offset[cut.dim] = begin\n",
-        "rows that two parallelisms divide are saved as other rows",
-        "tests/state/test_divided.py",
-    ),
-    mutation(
-        "state/extras.py",
-        "        return tensor.clone()\n",
-        "        return tensor\n",
-        "a callback shares the memory of what it was loaded from, and changes a commit",
-        "tests/state/test_commits.py",
-    ),
-    mutation(
-        "state/shard_files.py",
-        "max(path.stat().st_mtime for path in (folder, *folder.iterdir()))",
-        "min(path.stat().st_mtime for path in (folder, *folder.iterdir()))",
-        "a checkpoint that another host has been writing for long is removed",
-        "tests/state/test_background_writer.py",
-    ),
-    mutation(
-        "state/frozen.py",
-        '        own.digest = stored["digest"]\n',
-        "",
-        "ranks with frozen weights of rank 0 refuse its checkpoints, because their own task made others",
-        "tests/state/test_frozen.py",
-    ),
-    mutation(
-        "state/checkpoint_store.py",
-        "        return -value if self.more else value\n",
-        "        return value\n",
-        "the worst checkpoint by a metric of which more is better is kept as the best",
-        "tests/state/test_checkpoint_store.py",
-    ),
-    mutation(
-        "state/pieces.py",
-        "if not inside or (first_place.shape, first.dtype) != (place.shape, piece.dtype):",
-        "if not inside or first_place.shape != place.shape:",
-        "pieces of other dtypes are converted in silence",
-        "tests/state/test_pieces.py",
-    ),
-    mutation(
-        "state/buddies.py",
-        "        if len(holders) == count:\n",
-        "        if len(holders) >= count - 1:\n",
-        "a commit that lacks a piece is chosen",
-        "tests/state/test_buddies.py",
-    ),
-    mutation(
-        "state/shard_files.py",
-        "        if pieces:\n",
-        "        if not entries:\n",
-        "transformers takes some rows of a tensor for the whole",
-        "tests/state/test_shard_files.py",
-    ),
-    mutation(
-        "state/sync.py",
-        'received["model"] = {**here, **received["model"]}',
-        'received["model"] = {**received["model"]}',
-        "a rank with parameters of an engine cannot load the state of rank 0",
-        "tests/parallel/test_state.py",
-    ),
-    mutation(
-        "state/frozen.py",
-        "            return id(value), value._version\n",
-        "            return id(value)\n",
-        "a tensor that an optimizer changes in place outside of its state is lost without a warning",
-        "tests/training/test_step_checks.py",
-    ),
-    mutation(
-        "state/buddies.py",
-        "    staying = [rank for rank in ranks if not leaving[rank]] or list(ranks)\n",
-        "    staying = list(ranks)\n",
-        "a rank that is about to leave gets the only copy",
-        "tests/state/test_buddies.py",
-    ),
-    mutation(
-        "state/exchange_state.py",
-        "        if self.place is None or self.parameter is None or tuple(value.shape) != self.place.shape:\n",
-        "        if self.place is None or self.parameter is None:\n",
-        "a count in the state of a divided optimizer cannot be loaded",
-        "tests/state/test_buddies.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("state/checkpoint_store.py", "tests/state/test_checkpoint_store.py"): {
+        "old checkpoints are removed before the new one is verified": (
+            "        if obsolete:\n            self._verify(just_saved, progress or self.progress)\n",
+            "",
+        ),
+        "the worst checkpoint by a metric of which more is better is kept as the best": (
+            "        return -value if self.more else value\n",
+            "        return value\n",
+        ),
+    },
+    ("state/ledger.py", "tests/state/test_ledger.py"): {
+        "the ledger includes positions that were left out": (
+            "if self._ranges and self._ranges[-1][1] == begin:",
+            "if self._ranges and self._ranges[-1][1] <= begin:",
+        ),
+    },
+    ("state/train_state.py", "tests/state/test_checkpoint_store.py"): {
+        "a resume forgets the loss scale of fp16": (
+            '            self.scaler.load_state_dict(state.values["scaler"])\n',
+            "            pass\n",
+        ),
+        "a resume loses the optimizer's counters that are plain numbers": (
+            "for key, value in chain(slots.items(), plain.items()):",
+            "for key, value in slots.items():",
+        ),
+    },
+    ("state/manifest.py", "tests/state/test_damage.py", "tests/state/test_checkpoint_store.py"): {
+        "a manifest that lost its own checksum is accepted": (
+            "if (CHECKSUM in manifest or form == FORMAT) and manifest.get(CHECKSUM) != _own_checksum(content):",
+            "if CHECKSUM in manifest and manifest.get(CHECKSUM) != _own_checksum(content):",
+        ),
+    },
+    ("state/tensor_file.py", "tests/state/test_damage.py", "tests/state/test_checkpoint_store.py"): {
+        "a file with other bytes of the same size is accepted": (
+            "    if hasher.hexdigest() != digest.checksum:\n",
+            "    if len(hasher.hexdigest()) != len(digest.checksum):\n",
+        ),
+    },
+    ("state/shard_files.py", "tests/state/test_background_writer.py"): {
+        "a checkpoint that lacks tensors of another rank is kept": (
+            "        if found != self.others:\n",
+            "        if found > self.others:\n",
+        ),
+        "a checkpoint that another host has been writing for long is removed": (
+            "max(path.stat().st_mtime for path in (folder, *folder.iterdir()))",
+            "min(path.stat().st_mtime for path in (folder, *folder.iterdir()))",
+        ),
+    },
+    ("state/snapshot.py", "tests/state/test_commits.py"): {
+        "a commit holds one rank's residuals instead of the mean": (
+            "if not synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
+            "if synchronized and state.exchange is not None and (exchange := state.exchange.synchronized_state()):",
+        ),
+    },
+    ("state/snapshot.py", "tests/state/test_buddies.py"): {
+        "a rank forgets a commit that others may have ended when they notice the loss of a rank": (
+            "                self._unsure = Snapshot(), copies\n"
+            "                self._unsure[0].capture(copied, state.progress.step)\n",
+            "",
+        ),
+    },
+    ("state/placeholder.py", "tests/state/test_placeholder.py"): {
+        "a rank that builds a model without memory draws other data than rank 0": (
+            "            _fill_another(func, *args, **named)\n",
+            "            pass\n",
+        ),
+        "data that is computed from parameters without values is wrong, without an error": (
+            'if func.namespace != "aten" or _writes_values(func, args, named):',
+            'if func.namespace != "aten":',
+        ),
+    },
+    ("state/background_writer.py", "tests/state/test_background_writer.py"): {
+        "a save that failed is tried again though a later one has succeeded": (
+            '        self._retry_s, self._retry_at, self._last_error = _FIRST_RETRY_S, float("inf"), ""\n',
+            '        self._retry_s, self._last_error = _FIRST_RETRY_S, ""\n',
+        ),
+    },
+    ("state/divided.py", "tests/state/test_divided.py"): {
+        "rows that two parallelisms divide are saved as other rows": (
+            "        offset[cut.dim] += begin\n",
+            "        offset[cut.dim] = begin\n",
+        ),
+    },
+    ("state/extras.py", "tests/state/test_commits.py"): {
+        "a callback shares the memory of what it was loaded from, and changes a commit": (
+            "        return tensor.clone()\n",
+            "        return tensor\n",
+        ),
+    },
+    ("state/frozen.py", "tests/state/test_frozen.py"): {
+        "ranks with frozen weights of rank 0 refuse its checkpoints, because their own task made others": (
+            '        own.digest = stored["digest"]\n',
+            "",
+        ),
+    },
+    ("state/pieces.py", "tests/state/test_pieces.py"): {
+        "pieces of other dtypes are converted in silence": (
+            "if not inside or (first_place.shape, first.dtype) != (place.shape, piece.dtype):",
+            "if not inside or first_place.shape != place.shape:",
+        ),
+    },
+    ("state/buddies.py", "tests/state/test_buddies.py"): {
+        "a commit that lacks a piece is chosen": (
+            "        if len(holders) == count:\n",
+            "        if len(holders) >= count - 1:\n",
+        ),
+        "a rank that is about to leave gets the only copy": (
+            "    staying = [rank for rank in ranks if not leaving[rank]] or list(ranks)\n",
+            "    staying = list(ranks)\n",
+        ),
+    },
+    ("state/shard_files.py", "tests/state/test_shard_files.py"): {
+        "transformers takes some rows of a tensor for the whole": ("        if pieces:\n", "        if not entries:\n"),
+    },
+    ("state/sync.py", "tests/parallel/test_state.py"): {
+        "a rank with parameters of an engine cannot load the state of rank 0": (
+            'received["model"] = {**here, **received["model"]}',
+            'received["model"] = {**received["model"]}',
+        ),
+    },
+    ("state/frozen.py", "tests/training/test_step_checks.py"): {
+        "a tensor that an optimizer changes in place outside of its state is lost without a warning": (
+            "            return id(value), value._version\n",
+            "            return id(value)\n",
+        ),
+    },
+    ("state/exchange_state.py", "tests/state/test_buddies.py"): {
+        "a count in the state of a divided optimizer cannot be loaded": (
+            "        if self.place is None or self.parameter is None or tuple(value.shape) != self.place.shape:\n",
+            "        if self.place is None or self.parameter is None:\n",
+        ),
+    },
+}

@@ -1,174 +1,133 @@
 """Mutations of `hvdtrain/task/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "task/token_loss.py",
-        "tokens_BT[:, 1:].masked_fill(ends_BT, IGNORED)",
-        "tokens_BT[:, 1:]",
-        "the end of a document predicts the next document",
-        "tests/task/test_documents.py",
-    ),
-    mutation(
-        "task/token_loss.py",
-        "masked_fill(~counted_BT[:, 1:], IGNORED)",
-        "masked_fill(~counted_BT[:, :-1], IGNORED)",
-        "the tokens after those of the assistant have the loss",
-        "tests/task/test_chat.py",
-    ),
-    mutation(
-        "task/token_file.py",
-        "begin = index * (self.seq_len + 1 - self.overlap)\n",
-        "begin = index * (self.seq_len + 1)\n",
-        "one token between two windows is never predicted",
-        "tests/task/test_windows.py",
-    ),
-    mutation(
-        "task/sequence.py",
-        'if version != 2 and getattr(model.config, "attention_dropout", None):',
-        'if getattr(model.config, "attention_dropout", None):',
-        "a model with dropout never gets flash attention",
-        "tests/task/test_attention.py",
-    ),
-    mutation(
-        "task/causal_lm.py",
-        "if missing or (unknown and weights is not None):",
-        "if missing:",
-        "weights of parameters that the model lacks are left out unseen",
-        "tests/task/test_saved_model.py",
-    ),
-    mutation(
-        "task/chat.py",
-        "or whole[: len(after)] != after:",
-        "or len(whole) < len(after):",
-        "turns are counted at places where the whole conversation has other tokens",
-        "tests/task/test_chat.py",
-    ),
-    mutation(
-        "task/chat.py",
-        "self.truncated += len(whole.ids) > self.length",
-        "self.truncated += len(whole.ids) >= self.length",
-        "a conversation that just fits counts as truncated",
-        "tests/task/test_chat.py",
-    ),
-    mutation(
-        "task/corpus.py",
-        "return _cached(build, [source.identity, heldout])",
-        "return _cached(build, [source.identity])",
-        "with another --data.heldout the split of an earlier run is used",
-        "tests/task/test_corpus.py",
-    ),
-    mutation(
-        "task/corpus.py",
-        "training = replace(config, heldout=0.0) if config.validation else config",
-        "training = config",
-        "with --data.validation, some of the data are neither trained on nor evaluated",
-        "tests/task/test_formats.py",
-    ),
-    mutation(
-        "task/text_sources.py",
-        "skipped = Skipped(self.skipped.allowed) if held else self.skipped",
-        "skipped = self.skipped",
-        "rows that are left out count twice",
-        "tests/task/test_formats.py",
-    ),
-    mutation(
-        "task/formats.py",
-        "    number = 0\n    while line",
-        "    number = -1\n    while line",
-        "an error names the line before",
-        "tests/task/test_formats.py",
-    ),
-    mutation(
-        "task/dataset_source.py",
-        '_HELDOUT_SPLITS = ("validation", "test")',
-        '_HELDOUT_SPLITS = ("test", "validation")',
-        "the test split is evaluated during training, although there is a validation split",
-        "tests/task/test_tokenizer_and_dataset.py",
-    ),
-    mutation(
-        "task/encode.py",
-        "done_bytes += len(rest) + len(head) + 1",
-        "done_bytes += len(head) + 1",
-        "the place of a wrong byte does not count earlier pieces of its line",
-        "tests/task/test_tokenizer_and_dataset.py",
-    ),
-    mutation(
-        "task/lora.py",
-        'if f".{name}".endswith(f".{target}")',
-        "if name.endswith(target)",
-        "a target adapts layers whose names only end alike",
-        "tests/task/test_lora.py",
-    ),
-    mutation(
-        "task/multi_token.py",
-        "int(match[1]) >= config.get_text_config().num_hidden_layers",
-        "int(match[1]) > config.get_text_config().num_hidden_layers",
-        "the first layer for multi-token prediction counts as one of the model",
-        "tests/task/test_multi_token.py",
-    ),
-    mutation(
-        "task/once_per_host.py",
-        "            os.utime(whole)  # its time is that of the last use\n",
-        "            pass\n",
-        "prepared data that is used each day looks old",
-        "tests/task/test_once_per_host.py",
-    ),
-    mutation(
-        "task/other_trainers.py",
-        "        if (module, name) not in _ALLOWED:\n",
-        "        if module not in {allowed for allowed, _ in _ALLOWED}:\n",
-        "the metadata of a checkpoint may name any function of allowed modules",
-        "tests/task/test_other_trainers.py",
-    ),
-    mutation(
-        "task/saved_model.py",
-        "get_tensor(found[-1][0]).to(dtype, copy=True)",
-        "get_tensor(found[-1][0]).to(dtype)",
-        "a weight stays in the mapped file",
-        "tests/task/test_stored_weights.py",
-    ),
-    mutation(
-        "task/text_sources.py",
-        "held = {file for file in files if _hash01(file.name) < share}",
-        "held = {file for file in files if _hash01(str(file.path)) < share}",
-        "hosts with the files in other folders hold out other files",
-        "tests/task/test_corpus.py",
-    ),
-    mutation(
-        "task/chunked_loss.py",
-        "                sums = sums or [gradient.float() for gradient in gradients]\n",
-        "                sums = [gradient.float() for gradient in gradients]\n",
-        "the head learns from the last chunk only",
-        "tests/task/test_chunked_loss.py",
-    ),
-    mutation(
-        "task/chunked_loss.py",
-        "    return found is made and not made._version\n",
-        "    return True\n",
-        "models that scale or limit their logits train without that",
-        "tests/task/test_chunked_loss.py",
-    ),
-    mutation(
-        "task/blocked_attention.py",
-        "[:, :, begin:end], *(each[:, :, first:end]",
-        "[:, :, begin:end], *(each[:, :, begin:end]",
-        "a token does not see the part of its document in the block before",
-        "tests/task/test_blocked_attention.py",
-    ),
-    mutation(
-        "task/blocked_attention.py",
-        ".amin(dim=0)",
-        ".amax(dim=0)",
-        "a row sees no more than another row of the batch",
-        "tests/task/test_blocked_attention.py",
-    ),
-    mutation(
-        "task/blocked_attention.py",
-        "    return [] if is_later else first\n",
-        "    return first\n",
-        "what a model sees after a block is left out",
-        "tests/task/test_blocked_attention.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("task/token_loss.py", "tests/task/test_documents.py"): {
+        "the end of a document predicts the next document": (
+            "tokens_BT[:, 1:].masked_fill(ends_BT, IGNORED)",
+            "tokens_BT[:, 1:]",
+        ),
+    },
+    ("task/token_loss.py", "tests/task/test_chat.py"): {
+        "the tokens after those of the assistant have the loss": (
+            "masked_fill(~counted_BT[:, 1:], IGNORED)",
+            "masked_fill(~counted_BT[:, :-1], IGNORED)",
+        ),
+    },
+    ("task/token_file.py", "tests/task/test_windows.py"): {
+        "one token between two windows is never predicted": (
+            "begin = index * (self.seq_len + 1 - self.overlap)\n",
+            "begin = index * (self.seq_len + 1)\n",
+        ),
+    },
+    ("task/sequence.py", "tests/task/test_attention.py"): {
+        "a model with dropout never gets flash attention": (
+            'if version != 2 and getattr(model.config, "attention_dropout", None):',
+            'if getattr(model.config, "attention_dropout", None):',
+        ),
+    },
+    ("task/causal_lm.py", "tests/task/test_saved_model.py"): {
+        "weights of parameters that the model lacks are left out unseen": (
+            "if missing or (unknown and weights is not None):",
+            "if missing:",
+        ),
+    },
+    ("task/chat.py", "tests/task/test_chat.py"): {
+        "turns are counted at places where the whole conversation has other tokens": (
+            "or whole[: len(after)] != after:",
+            "or len(whole) < len(after):",
+        ),
+        "a conversation that just fits counts as truncated": (
+            "self.truncated += len(whole.ids) > self.length",
+            "self.truncated += len(whole.ids) >= self.length",
+        ),
+    },
+    ("task/corpus.py", "tests/task/test_corpus.py"): {
+        "with another --data.heldout the split of an earlier run is used": (
+            "return _cached(build, [source.identity, heldout])",
+            "return _cached(build, [source.identity])",
+        ),
+    },
+    ("task/corpus.py", "tests/task/test_formats.py"): {
+        "with --data.validation, some of the data are neither trained on nor evaluated": (
+            "training = replace(config, heldout=0.0) if config.validation else config",
+            "training = config",
+        ),
+    },
+    ("task/text_sources.py", "tests/task/test_formats.py"): {
+        "rows that are left out count twice": (
+            "skipped = Skipped(self.skipped.allowed) if held else self.skipped",
+            "skipped = self.skipped",
+        ),
+    },
+    ("task/formats.py", "tests/task/test_formats.py"): {
+        "an error names the line before": ("    number = 0\n    while line", "    number = -1\n    while line"),
+    },
+    ("task/dataset_source.py", "tests/task/test_tokenizer_and_dataset.py"): {
+        "the test split is evaluated during training, although there is a validation split": (
+            '_HELDOUT_SPLITS = ("validation", "test")',
+            '_HELDOUT_SPLITS = ("test", "validation")',
+        ),
+    },
+    ("task/encode.py", "tests/task/test_tokenizer_and_dataset.py"): {
+        "the place of a wrong byte does not count earlier pieces of its line": (
+            "done_bytes += len(rest) + len(head) + 1",
+            "done_bytes += len(head) + 1",
+        ),
+    },
+    ("task/lora.py", "tests/task/test_lora.py"): {
+        "a target adapts layers whose names only end alike": (
+            'if f".{name}".endswith(f".{target}")',
+            "if name.endswith(target)",
+        ),
+    },
+    ("task/multi_token.py", "tests/task/test_multi_token.py"): {
+        "the first layer for multi-token prediction counts as one of the model": (
+            "int(match[1]) >= config.get_text_config().num_hidden_layers",
+            "int(match[1]) > config.get_text_config().num_hidden_layers",
+        ),
+    },
+    ("task/once_per_host.py", "tests/task/test_once_per_host.py"): {
+        "prepared data that is used each day looks old": (
+            "            os.utime(whole)  # its time is that of the last use\n",
+            "            pass\n",
+        ),
+    },
+    ("task/other_trainers.py", "tests/task/test_other_trainers.py"): {
+        "the metadata of a checkpoint may name any function of allowed modules": (
+            "        if (module, name) not in _ALLOWED:\n",
+            "        if module not in {allowed for allowed, _ in _ALLOWED}:\n",
+        ),
+    },
+    ("task/saved_model.py", "tests/task/test_stored_weights.py"): {
+        "a weight stays in the mapped file": (
+            "get_tensor(found[-1][0]).to(dtype, copy=True)",
+            "get_tensor(found[-1][0]).to(dtype)",
+        ),
+    },
+    ("task/text_sources.py", "tests/task/test_corpus.py"): {
+        "hosts with the files in other folders hold out other files": (
+            "held = {file for file in files if _hash01(file.name) < share}",
+            "held = {file for file in files if _hash01(str(file.path)) < share}",
+        ),
+    },
+    ("task/chunked_loss.py", "tests/task/test_chunked_loss.py"): {
+        "the head learns from the last chunk only": (
+            "                sums = sums or [gradient.float() for gradient in gradients]\n",
+            "                sums = [gradient.float() for gradient in gradients]\n",
+        ),
+        "models that scale or limit their logits train without that": (
+            "    return found is made and not made._version\n",
+            "    return True\n",
+        ),
+    },
+    ("task/blocked_attention.py", "tests/task/test_blocked_attention.py"): {
+        "a token does not see the part of its document in the block before": (
+            "[:, :, begin:end], *(each[:, :, first:end]",
+            "[:, :, begin:end], *(each[:, :, begin:end]",
+        ),
+        "a row sees no more than another row of the batch": (".amin(dim=0)", ".amax(dim=0)"),
+        "what a model sees after a block is left out": ("    return [] if is_later else first\n", "    return first\n"),
+    },
+}

@@ -1,228 +1,144 @@
 """Mutations of `hvdtrain/timeline/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "timeline/steps.py",
-        "start_us=start[:, known],",
-        "start_us=start,",
-        "stamps of unknown steps stay in while their step numbers are left out",
-        "tests/timeline/test_steps.py",
-    ),
-    mutation(
-        "timeline/whatif/jitter.py",
-        "return max(measured, self._tail_s(ranks))",
-        "return measured",
-        "the slowest of many ranks is never later than what was measured",
-        "tests/timeline/whatif/test_predict.py",
-    ),
-    mutation(
-        "timeline/whatif/predict.py",
-        "        if self.job.ranks.size == 1 < self.evidence.job.ranks.size:\n            return 0.0\n",
-        "",
-        "one rank alone still waits for the others of the measured run",
-        "tests/timeline/whatif/test_predict.py",
-    ),
-    mutation(
-        "timeline/whatif/read_run.py",
-        "                found.clear()\n                warm = 0\n",
-        "                found.clear()\n",
-        "a prediction includes the slow first steps of the last start",
-        "tests/timeline/whatif/test_read_run.py",
-    ),
-    mutation(
-        "timeline/analysis/budget.py",
-        "if phases.length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():",
-        "if phases.length(cut[OTHER_EXCHANGE]) > waiting.sum():",
-        "a Timeline of another clock divides the exposed exchange",
-        "tests/timeline/analysis/test_budget.py",
-    ),
-    mutation(
-        "timeline/merge.py",
-        "return (trace.epoch_us or 0.0) - self.epoch_of(0)",
-        "return -self.epoch_of(0)",
-        "merged Timelines of two jobs are not on one clock",
-        "tests/timeline/test_merge.py",
-    ),
-    mutation(
+MUTATIONS: Table = {
+    ("timeline/steps.py", "tests/timeline/test_steps.py"): {
+        "stamps of unknown steps stay in while their step numbers are left out": (
+            "start_us=start[:, known],",
+            "start_us=start,",
+        ),
+    },
+    ("timeline/whatif/jitter.py", "tests/timeline/whatif/test_predict.py"): {
+        "the slowest of many ranks is never later than what was measured": (
+            "return max(measured, self._tail_s(ranks))",
+            "return measured",
+        ),
+        "the delays of few ranks are underestimated": ("* math.sqrt(ranks / (ranks - 1))", ""),
+    },
+    ("timeline/whatif/predict.py", "tests/timeline/whatif/test_predict.py"): {
+        "one rank alone still waits for the others of the measured run": (
+            "        if self.job.ranks.size == 1 < self.evidence.job.ranks.size:\n            return 0.0\n",
+            "",
+        ),
+    },
+    ("timeline/whatif/read_run.py", "tests/timeline/whatif/test_read_run.py"): {
+        "steps before shares by speed count for a prediction": (
+            '("started", "compression_chosen", "shares")',
+            '("started", "compression_chosen")',
+        ),
+        "a prediction includes the slow first steps of the last start": (
+            "                found.clear()\n                warm = 0\n",
+            "                found.clear()\n",
+        ),
+        "a prediction has the micro-batch of an earlier start": (
+            'int(found[-1]["samples"])',
+            'int(found[0]["samples"])',
+        ),
+    },
+    ("timeline/analysis/budget.py", "tests/timeline/analysis/test_budget.py"): {
+        "a Timeline of another clock divides the exposed exchange": (
+            "if phases.length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():",
+            "if phases.length(cut[OTHER_EXCHANGE]) > waiting.sum():",
+        ),
+    },
+    ("timeline/merge.py", "tests/timeline/test_merge.py"): {
+        "merged Timelines of two jobs are not on one clock": (
+            "return (trace.epoch_us or 0.0) - self.epoch_of(0)",
+            "return -self.epoch_of(0)",
+        ),
+    },
+    (
         "timeline/analysis/rank_steps.py",
-        "begin = np.where(follows(table.step), np.roll(released, 1, axis=1), start)",
-        "begin = np.where(follows(table.step), np.roll(released, -1, axis=1), start)",
-        "the work of a step is counted from the sums of the step after it",
         "tests/timeline/analysis/test_rank_steps.py",
         "tests/timeline/analysis/test_stragglers.py",
-    ),
-    mutation(
-        "timeline/analysis/stragglers.py",
-        "kept = [rank for rank in found if cost[rank].low > matters[rank]]",
-        "kept = [rank for rank in found if cost[rank].value > matters[rank]]",
-        "a rank is named whose cost may be noise",
-        "tests/timeline/analysis/test_stragglers.py",
-    ),
-    mutation(
-        "timeline/reading/events.py",
-        '{"bfloat16": 2}',
-        '{"bfloat16": 4}',
-        "the bytes of bfloat16 tensors are counted twice",
-        "tests/timeline/test_read.py",
-    ),
-    mutation(
-        "compare/step_times.py",
-        "low = math.hypot(b.value - b.low, a.high - a.value)",
-        "low = b.value - b.low",
-        "the interval of a difference ignores how uncertain the first run is",
-        "tests/compare/test_step_times.py",
-    ),
-    mutation(
-        "timeline/analysis/ending.py",
-        "pace.start_s + every / 2 * mean",
-        "pace.start_s",
-        "a failure repeats no steps in the promised end",
-        "tests/timeline/analysis/test_ending.py",
-    ),
-    mutation(
-        "timeline/analysis/ending.py",
-        "math.sqrt(steps * pace.steps) * of_mean",
-        "0.0 * of_mean",
-        "the promised end has no noise of the steps to come",
-        "tests/timeline/analysis/test_ending.py",
-    ),
-    mutation(
-        "timeline/analysis/ending.py",
-        "seconds = seconds[start_up_steps(seconds) :]",
-        "",
-        "the slow steps of a start-up count for the pace",
-        "tests/timeline/analysis/test_ending.py",
-    ),
-    mutation(
-        "timeline/whatif/outlook.py",
-        "found.then.step_s / found.now.step_s",
-        "1.0",
-        "another job is promised the step of the measured one",
-        "tests/timeline/whatif/test_outlook.py",
-    ),
-    mutation(
-        "timeline/analysis/shares.py",
-        "work_ms=rounds.work_ms + fewer, fewer_ms=fewer",
-        "work_ms=rounds.work_ms + fewer",
-        "a rank with fewer micro-batches costs what nobody waits for",
-        "tests/timeline/analysis/test_stragglers.py",
-    ),
-    mutation(
-        "timeline/whatif/read_run.py",
-        '("started", "compression_chosen", "shares")',
-        '("started", "compression_chosen")',
-        "steps before shares by speed count for a prediction",
-        "timeline/whatif/jitter.py",
-        "* math.sqrt(ranks / (ranks - 1))",
-        "",
-        "the delays of few ranks are underestimated",
-        "tests/timeline/whatif/test_predict.py",
-    ),
-    mutation(
-        "timeline/whatif/links.py",
-        "    ring = 2 * (n - 1) / n * nbytes\n",
-        "    ring = 2 * nbytes\n",
-        "a ring sends all bytes twice",
-        "tests/timeline/whatif/test_links.py",
-    ),
-    mutation(
-        "timeline/whatif/links.py",
-        "local * nbytes * (n - local) / n",
-        "nbytes * (n - local) / n",
-        "ranks of a host do not share its link",
-        "tests/timeline/whatif/test_links.py",
-    ),
-    mutation(
-        "timeline/whatif/links.py",
-        "        if size < _LARGE * points[-1][0]:  # mostly latency and burst\n            continue\n",
-        "",
-        "small messages give the bandwidth of a link",
-        "tests/timeline/whatif/test_links.py",
-    ),
-    mutation(
-        "timeline/whatif/links.py",
-        "inside * (min(self.hop_s, ONE_HOST.hop_s) if ranks.hosts > 1 else self.hop_s)",
-        "inside * self.hop_s",
-        "messages inside a host take as long as between hosts",
-        "tests/timeline/whatif/test_links.py",
-    ),
-    mutation(
-        "timeline/whatif/engine_passes.py",
-        "clip_s = clip_s / job.sharers + ",
-        "clip_s = clip_s + ",
-        "each rank clips all of the gradient",
-        "tests/timeline/whatif/test_engines.py",
-    ),
-    mutation(
-        "timeline/whatif/engine_passes.py",
-        'parts["optimizer"] * was.sharers / job.sharers',
-        'parts["optimizer"] / job.sharers',
-        "an update that ranks shared already is shared again",
-        "tests/timeline/whatif/test_engines.py",
-    ),
-    mutation(
-        "timeline/whatif/engine_passes.py",
-        "forward_s * (1 - at_s / end_s)",
-        "forward_s * at_s / end_s",
-        "forward needs the last block first",
-        "tests/timeline/whatif/test_engines.py",
-    ),
-    mutation(
-        "timeline/whatif/replay.py",
-        "rate = 1.0 - first.cpu_share",
-        "rate = 1.0",
-        "an exchange takes no time from the core that computes",
-        "tests/timeline/whatif/test_replay.py",
-    ),
-    mutation(
-        "timeline/whatif/replay.py",
-        "            if number:\n                self._finish()\n",
-        "",
-        "a pass begins before the sums of the one before have arrived",
-        "tests/timeline/whatif/test_replay.py",
-    ),
-    mutation(
-        "timeline/whatif/predict.py",
-        "if best_s > WORTH * evidence.step_s:",
-        "if best_s > evidence.step_s:",
-        "auto compresses for next to nothing",
-        "tests/timeline/whatif/test_choice.py",
-    ),
-    mutation(
-        "timeline/whatif/evidence.py",
-        "ranks.per_host * self.threads >= self.cores",
-        "ranks.per_host * self.threads > self.cores",
-        "a host whose cores all compute has one left for the exchange",
-        "tests/timeline/whatif/test_predict.py",
-    ),
-    mutation(
-        "timeline/whatif/outer_exchange.py",
-        "max(0.0, wire_s - plan.delay * inner.then.step_s)",
-        "wire_s",
-        "a delayed exchange hides behind no step",
-        "tests/timeline/whatif/test_outer_exchange.py",
-    ),
-    mutation(
-        "timeline/whatif/assemble.py",
-        "computed_s * job.pass_times / evidence.job.pass_times / now",
-        "computed_s / now",
-        "other stages wait as long as those that were measured",
-        "tests/timeline/whatif/test_meshes.py",
-    ),
-    mutation(
-        "timeline/whatif/fitting.py",
-        'waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)',
-        'waited_s = evidence.parts_s["wait"]',
-        "a late rank is taken for a slow link",
-        "tests/timeline/whatif/test_read_run.py",
-    ),
-    mutation(
-        "timeline/whatif/read_run.py",
-        'int(found[-1]["samples"])',
-        'int(found[0]["samples"])',
-        "a prediction has the micro-batch of an earlier start",
-        "tests/timeline/whatif/test_read_run.py",
-    ),
-)
+    ): {
+        "the work of a step is counted from the sums of the step after it": (
+            "begin = np.where(follows(table.step), np.roll(released, 1, axis=1), start)",
+            "begin = np.where(follows(table.step), np.roll(released, -1, axis=1), start)",
+        ),
+    },
+    ("timeline/analysis/stragglers.py", "tests/timeline/analysis/test_stragglers.py"): {
+        "a rank is named whose cost may be noise": (
+            "kept = [rank for rank in found if cost[rank].low > matters[rank]]",
+            "kept = [rank for rank in found if cost[rank].value > matters[rank]]",
+        ),
+    },
+    ("timeline/reading/events.py", "tests/timeline/test_read.py"): {
+        "the bytes of bfloat16 tensors are counted twice": ('{"bfloat16": 2}', '{"bfloat16": 4}'),
+    },
+    ("compare/step_times.py", "tests/compare/test_step_times.py"): {
+        "the interval of a difference ignores how uncertain the first run is": (
+            "low = math.hypot(b.value - b.low, a.high - a.value)",
+            "low = b.value - b.low",
+        ),
+    },
+    ("timeline/analysis/ending.py", "tests/timeline/analysis/test_ending.py"): {
+        "a failure repeats no steps in the promised end": ("pace.start_s + every / 2 * mean", "pace.start_s"),
+        "the promised end has no noise of the steps to come": (
+            "math.sqrt(steps * pace.steps) * of_mean",
+            "0.0 * of_mean",
+        ),
+        "the slow steps of a start-up count for the pace": ("seconds = seconds[start_up_steps(seconds) :]", ""),
+    },
+    ("timeline/whatif/outlook.py", "tests/timeline/whatif/test_outlook.py"): {
+        "another job is promised the step of the measured one": ("found.then.step_s / found.now.step_s", "1.0"),
+    },
+    ("timeline/analysis/shares.py", "tests/timeline/analysis/test_stragglers.py"): {
+        "a rank with fewer micro-batches costs what nobody waits for": (
+            "work_ms=rounds.work_ms + fewer, fewer_ms=fewer",
+            "work_ms=rounds.work_ms + fewer",
+        ),
+    },
+    ("timeline/whatif/links.py", "tests/timeline/whatif/test_links.py"): {
+        "a ring sends all bytes twice": ("    ring = 2 * (n - 1) / n * nbytes\n", "    ring = 2 * nbytes\n"),
+        "ranks of a host do not share its link": ("local * nbytes * (n - local) / n", "nbytes * (n - local) / n"),
+        "small messages give the bandwidth of a link": (
+            "        if size < _LARGE * points[-1][0]:  # mostly latency and burst\n            continue\n",
+            "",
+        ),
+        "messages inside a host take as long as between hosts": (
+            "inside * (min(self.hop_s, ONE_HOST.hop_s) if ranks.hosts > 1 else self.hop_s)",
+            "inside * self.hop_s",
+        ),
+    },
+    ("timeline/whatif/engine_passes.py", "tests/timeline/whatif/test_engines.py"): {
+        "each rank clips all of the gradient": ("clip_s = clip_s / job.sharers + ", "clip_s = clip_s + "),
+        "an update that ranks shared already is shared again": (
+            'parts["optimizer"] * was.sharers / job.sharers',
+            'parts["optimizer"] / job.sharers',
+        ),
+        "forward needs the last block first": ("forward_s * (1 - at_s / end_s)", "forward_s * at_s / end_s"),
+    },
+    ("timeline/whatif/replay.py", "tests/timeline/whatif/test_replay.py"): {
+        "an exchange takes no time from the core that computes": ("rate = 1.0 - first.cpu_share", "rate = 1.0"),
+        "a pass begins before the sums of the one before have arrived": (
+            "            if number:\n                self._finish()\n",
+            "",
+        ),
+    },
+    ("timeline/whatif/predict.py", "tests/timeline/whatif/test_choice.py"): {
+        "auto compresses for next to nothing": ("if best_s > WORTH * evidence.step_s:", "if best_s > evidence.step_s:"),
+    },
+    ("timeline/whatif/evidence.py", "tests/timeline/whatif/test_predict.py"): {
+        "a host whose cores all compute has one left for the exchange": (
+            "ranks.per_host * self.threads >= self.cores",
+            "ranks.per_host * self.threads > self.cores",
+        ),
+    },
+    ("timeline/whatif/outer_exchange.py", "tests/timeline/whatif/test_outer_exchange.py"): {
+        "a delayed exchange hides behind no step": ("max(0.0, wire_s - plan.delay * inner.then.step_s)", "wire_s"),
+    },
+    ("timeline/whatif/assemble.py", "tests/timeline/whatif/test_meshes.py"): {
+        "other stages wait as long as those that were measured": (
+            "computed_s * job.pass_times / evidence.job.pass_times / now",
+            "computed_s / now",
+        ),
+    },
+    ("timeline/whatif/fitting.py", "tests/timeline/whatif/test_read_run.py"): {
+        "a late rank is taken for a slow link": (
+            'waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)',
+            'waited_s = evidence.parts_s["wait"]',
+        ),
+    },
+}

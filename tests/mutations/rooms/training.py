@@ -1,142 +1,100 @@
 """Mutations of `hvdtrain/training/`."""
 
-from tests.mutations.mutation import Mutation, mutation
+from tests.mutations.table import Table
 
-MUTATIONS: tuple[Mutation, ...] = (
-    mutation(
-        "training/diagnostics/step_replay.py",
-        "        for module, training in modes.items():\n            module.training = training\n",
-        "",
-        "looking into a bad step does not restore the modes of modules",
-        "tests/training/test_step_replay.py",
-    ),
-    mutation(
-        "training/records/run_report.py",
-        "_fingerprint(folder / file[0]) != file[1]",
-        "not (folder / file[0]).exists()",
-        "a trace of an earlier start stands for the one on another host",
-        "tests/training/test_run_report.py",
-    ),
-    mutation(
-        "training/result.py",
-        'if line.get("event") == "started" and not line.get("goes_on"):',
-        'if line.get("event") == "started" and line.get("goes_on"):',
-        "the budget includes earlier starts of the run",
-        "tests/training/test_result.py",
-    ),
-    mutation(
-        "training/loop/evaluate.py",
-        "*(i * self._length // self.count for i in range(b.start, b.stop))]",
-        "*range(b.start, b.stop)]",
-        "only the first held-out samples are used, not some all over",
-        "tests/training/test_evaluate.py",
-    ),
-    mutation(
-        "training/loop/evaluate.py",
-        "total[0] = total[0] + _exact(value)",
-        "total[0] = float(torch.tensor(total[0]) + value)",
-        "held-out losses are summed in fp32",
-        "tests/training/test_evaluate.py",
-    ),
-    mutation(
-        "training/loop/evaluate.py",
-        "[sample_seed(0, b),",
-        "[torch.initial_seed(),",
-        "held-out samples that draw random numbers are others each time",
-        "tests/training/test_evaluate.py",
-    ),
-    mutation(
-        "training/diagnostics/step_checks.py",
-        "_SMALLEST = 0.01  #",
-        "_SMALLEST = 0.001  #",
-        "on a loss curve without noise small jumps are spikes",
-        "tests/training/test_loss_spikes.py",
-    ),
-    mutation(
-        "training/loop/step.py",
-        "            seed()\n",
-        "",
-        "dropout follows the rank's own random state",
-        "tests/training/test_step.py",
-        "tests/laws/test_laws.py",
-    ),
-    mutation(
-        "training/loop/step.py",
-        "scaler.scale(whole / self.nominal)",
-        "scaler.scale(whole / weight)",
-        "each micro-batch is normalised by its own weight",
-        "tests/training/test_step.py",
-        "tests/laws/test_laws.py",
-    ),
-    mutation(
-        "training/loop/update.py",
-        "self.clip / (grad_norm + 1e-6)",
-        "self.clip / (raw_norm + 1e-6)",
-        "clipping compares the norm before it is corrected for the actual weight",
-        "tests/training/test_step.py",
-        "tests/laws/test_laws.py",
-    ),
-    mutation(
-        "training/elastic/worker_state.py",
-        "                self.commits.restore(self.state)\n",
-        "                pass\n",
-        "survivors continue without what a lost rank's compression still owed",
-        "tests/training/test_worker_state.py",
-    ),
-    mutation(
-        "training/loop/trainer.py",
-        "                self.roll_back.end_round(self._state)\n",
-        "",
-        "a planned change of the ranks loses the steps since the last commit of a divided optimizer",
-        "tests/laws/test_divided_rounds.py",
-    ),
-    mutation(
-        "training/diagnostics/drift.py",
-        "if any(n * squares != total * total for",
-        "if any(n * squares < total * total for",
-        "parameters that differ between ranks are never noticed",
-        "tests/training/test_drift.py",
-    ),
-    mutation(
-        "training/loop/step.py",
-        "count_users(unused, self.comm.size)",
-        "count_users((True,) * len(unused), self.comm.size)",
-        "a parameter that only another rank uses is left out of the update",
-        "tests/training/test_unused_parameters.py",
-    ),
-    mutation(
-        "training/loop/step.py",
-        "            whole = sum(extras, loss)\n",
-        "            whole = loss\n",
-        "the balance loss of experts is computed and never trained on",
-        "tests/training/test_routers.py",
-    ),
-    mutation(
-        "training/loop/step.py",
-        "                part.wait()\n",
-        "                pass\n",
-        "a step is applied although a rank was lost",
-        "tests/training/test_step.py",
-    ),
-    mutation(
-        "training/loop/buffers.py",
-        "        return restored_buffers(self._model)\n",
-        "        return nullcontext()\n",
-        "passes that fill up a rank's step leave their statistics in its buffers",
-        "tests/training/test_step.py",
-    ),
-    mutation(
-        "training/records/promise.py",
-        "seconds.low > self._end_s.high",
-        "seconds.high > self._end_s.high",
-        "a promise breaks by chance",
-        "tests/training/test_promise.py",
-    ),
-    mutation(
-        "training/records/promise.py",
-        '        if name == "started":\n            self._begin()\n        elif name == "evaluation":',
-        '        if name == "evaluation":',
-        "other ranks are held to the promise of those before",
-        "tests/training/test_promise.py",
-    ),
-)
+MUTATIONS: Table = {
+    ("training/diagnostics/step_replay.py", "tests/training/test_step_replay.py"): {
+        "looking into a bad step does not restore the modes of modules": (
+            "        for module, training in modes.items():\n            module.training = training\n",
+            "",
+        ),
+    },
+    ("training/records/run_report.py", "tests/training/test_run_report.py"): {
+        "a trace of an earlier start stands for the one on another host": (
+            "_fingerprint(folder / file[0]) != file[1]",
+            "not (folder / file[0]).exists()",
+        ),
+    },
+    ("training/result.py", "tests/training/test_result.py"): {
+        "the budget includes earlier starts of the run": (
+            'if line.get("event") == "started" and not line.get("goes_on"):',
+            'if line.get("event") == "started" and line.get("goes_on"):',
+        ),
+    },
+    ("training/loop/evaluate.py", "tests/training/test_evaluate.py"): {
+        "only the first held-out samples are used, not some all over": (
+            "*(i * self._length // self.count for i in range(b.start, b.stop))]",
+            "*range(b.start, b.stop)]",
+        ),
+        "held-out losses are summed in fp32": (
+            "total[0] = total[0] + _exact(value)",
+            "total[0] = float(torch.tensor(total[0]) + value)",
+        ),
+        "held-out samples that draw random numbers are others each time": (
+            "[sample_seed(0, b),",
+            "[torch.initial_seed(),",
+        ),
+    },
+    ("training/diagnostics/step_checks.py", "tests/training/test_loss_spikes.py"): {
+        "on a loss curve without noise small jumps are spikes": ("_SMALLEST = 0.01  #", "_SMALLEST = 0.001  #"),
+    },
+    ("training/loop/step.py", "tests/training/test_step.py", "tests/laws/test_laws.py"): {
+        "dropout follows the rank's own random state": ("            seed()\n", ""),
+        "each micro-batch is normalised by its own weight": (
+            "scaler.scale(whole / self.nominal)",
+            "scaler.scale(whole / weight)",
+        ),
+    },
+    ("training/loop/update.py", "tests/training/test_step.py", "tests/laws/test_laws.py"): {
+        "clipping compares the norm before it is corrected for the actual weight": (
+            "self.clip / (grad_norm + 1e-6)",
+            "self.clip / (raw_norm + 1e-6)",
+        ),
+    },
+    ("training/elastic/worker_state.py", "tests/training/test_worker_state.py"): {
+        "survivors continue without what a lost rank's compression still owed": (
+            "                self.commits.restore(self.state)\n",
+            "                pass\n",
+        ),
+    },
+    ("training/loop/trainer.py", "tests/laws/test_divided_rounds.py"): {
+        "a planned change of the ranks loses the steps since the last commit of a divided optimizer": (
+            "                self.roll_back.end_round(self._state)\n",
+            "",
+        ),
+    },
+    ("training/diagnostics/drift.py", "tests/training/test_drift.py"): {
+        "parameters that differ between ranks are never noticed": (
+            "if any(n * squares != total * total for",
+            "if any(n * squares < total * total for",
+        ),
+    },
+    ("training/loop/step.py", "tests/training/test_unused_parameters.py"): {
+        "a parameter that only another rank uses is left out of the update": (
+            "count_users(unused, self.comm.size)",
+            "count_users((True,) * len(unused), self.comm.size)",
+        ),
+    },
+    ("training/loop/step.py", "tests/training/test_routers.py"): {
+        "the balance loss of experts is computed and never trained on": (
+            "            whole = sum(extras, loss)\n",
+            "            whole = loss\n",
+        ),
+    },
+    ("training/loop/step.py", "tests/training/test_step.py"): {
+        "a step is applied although a rank was lost": ("                part.wait()\n", "                pass\n"),
+    },
+    ("training/loop/buffers.py", "tests/training/test_step.py"): {
+        "passes that fill up a rank's step leave their statistics in its buffers": (
+            "        return restored_buffers(self._model)\n",
+            "        return nullcontext()\n",
+        ),
+    },
+    ("training/records/promise.py", "tests/training/test_promise.py"): {
+        "a promise breaks by chance": ("seconds.low > self._end_s.high", "seconds.high > self._end_s.high"),
+        "other ranks are held to the promise of those before": (
+            '        if name == "started":\n            self._begin()\n        elif name == "evaluation":',
+            '        if name == "evaluation":',
+        ),
+    },
+}

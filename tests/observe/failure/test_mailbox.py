@@ -149,22 +149,3 @@ def test_no_rank_is_missed_while_the_folder_is_removed(tmp_path: Path, monkeypat
     mailboxes[0].remove()
     assert looked == [True] * 3
     assert not list(tmp_path.iterdir())
-
-
-def test_many_ranks_look_less_often(tmp_path: Path) -> None:
-    mailbox = _mailboxes(tmp_path, 1)[0]
-    for size in (1, 8, 128, 4096):
-        many = dataclasses.replace(mailbox, ranks=mailbox.ranks * size)
-        assert many.poll_interval_s(0.5) >= 0.5 and size / many.poll_interval_s(0.05) <= 200
-
-
-def test_a_statement_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mailboxes, read = _mailboxes(tmp_path), list[str]()
-    get = Mailbox._get
-    monkeypatch.setattr(Mailbox, "_get", lambda mailbox, name, kind: read.append(name) or get(mailbox, name, kind))  # type: ignore[func-returns-value]
-    known: dict[str, Statement] = {}
-    for mailbox, kind in ((mailboxes[0], CURRENT), (mailboxes[1], CURRENT), (mailboxes[0], FAILED)):
-        mailbox.post_statement(_of(mailbox, kind))
-        mailboxes[2].statements(known)
-    assert sorted(read) == ["said/00000.failed", "said/00000.here", "said/00001.here"]
-    assert [s.kind for s in mailboxes[2].statements(known)] == [FAILED, CURRENT]

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hvdtrain.compare.step_times import compare
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.observe.stamps import BLOCK, is_gathered
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.analysis import Analysis, Budget, figures
+from hvdtrain.timeline.analysis.analysis import Budget, figures
 from hvdtrain.timeline.analysis.budget import IDLE, LATE, sample_of, step_budget, step_parts, timeline_budget
 from hvdtrain.timeline.analysis.phases import Span, common, count_steps, length, partition, union, within, without
 from hvdtrain.timeline.columns import RunTrace, StepTable
@@ -146,28 +145,6 @@ def test_what_was_evaluated_before_the_first_step_is_no_part_of_it(steps: int) -
     aside[:, 0] = 5000.0
     parts = _parts(step_budget(table_of(np.full((1, steps), 1000.0), more_ms={"aside": aside})))
     assert "evaluations and checkpoints" not in parts and parts["forward"] == pytest.approx(300.0)
-
-
-def test_a_timeline_of_few_steps_leaves_shares_uncertain() -> None:
-    """The same job twice, with different traced steps."""
-    generator = np.random.default_rng(0)
-    table = table_of(20 + noise(generator, (2, 100), "gaussian", 0.3), exchange_ms=4.0)
-    ready = table.ready_us.max(axis=0)
-
-    def analysed(first: int, steps: int) -> Analysis:
-        turns = [
-            Turn("g", float(ready[i]), {"NEGOTIATE_ALLREDUCE": us, "MPI_ALLREDUCE": 3000 - us})
-            for i in range(first, first + steps)
-            for us in [float(generator.uniform(0, 1500))]
-        ]
-        return analyse(RunTrace(Path("run"), 2, steps=table, horovod=[trace_of(turns)]))
-
-    for steps in (1, 12):
-        pairs = [(analysed(10 + 5 * i, steps), analysed(60 + i, steps)) for i in range(8)]
-        rows = [row for a, b in pairs for row in compare(a, b, {}, {}).rows]
-        assert sum(not row.is_noise for row in rows) <= (0 if steps == 1 else 2)
-    parts = {part.name: part.ms for part in pairs[0][0].budget.parts}  # type: ignore[union-attr]
-    assert parts["transfer"].low < parts["transfer"].value - 0.1
 
 
 @given(st.integers(0, 1000), st.integers(1, 4), st.integers(2, 10))

@@ -137,12 +137,6 @@ def test_who_shares_the_cores_that_ranks_wait_for(host: dict[str, Any], words: l
     assert all(word in found for word in words)
 
 
-def test_a_fact_that_no_other_rank_has_is_no_cause() -> None:
-    facts: dict[str, list[Any]] = {"gpu_clock_mhz": [None, 1200.0, None, None], "expert_share": [None, 0.3, None, None]}
-    causes = _causes(_analysed(facts=facts, forward=_each(2.0, rank=1)), 1)
-    assert [cause.name for cause in causes] == ["forward"]
-
-
 @pytest.mark.parametrize(
     ("reasons", "reported"),
     [
@@ -184,13 +178,6 @@ def test_cores_are_waited_for_in_the_steps_whose_facts_are_known_and_no_longer_t
 def test_a_rank_whose_sums_come_late_has_a_slow_link() -> None:
     analysis = analyse(run_of(table_of(_work(), skew_ms=np.array([0.0, 0.0, 2.0, 0.0]))))
     assert analysis.blame.late == [2] and _causes(analysis, 2)[0].name == "sums"
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_late_data_on_one_rank_is_that_ranks_affair(ranks: int) -> None:
-    work = _work()[:ranks]
-    found = _analysed(work, data=_each(4.0, rank=0)[:ranks] - 0.05 * work)
-    assert "input" not in _kinds(found) and found.blame.late == [0]
 
 
 @pytest.mark.parametrize(
@@ -391,14 +378,6 @@ def test_cores_are_blamed_for_what_they_may_cost(exchange_ms: float, cores: bool
     assert ("--parallel.compression auto" in advice) == (not cores)
 
 
-@pytest.mark.parametrize(("waited_us", "cores"), [(400_000.0, True), (100_000.0, False)])
-def test_cores_are_blamed_for_jitter_that_they_may_cost(waited_us: float, cores: bool) -> None:
-    work = _work()
-    work[np.random.default_rng(1).integers(0, 4, 200), np.arange(200)] += 10.0
-    found = _analysed(work, facts={"cpu_wait_us": [waited_us] * 4})
-    assert "cpu" in _kinds(found) and ("start fewer ranks" in _one(found, "jitter").advice) == cores
-
-
 def test_jitter_of_one_rank_is_not_reported_as_jitter_of_all() -> None:
     work = _work()[:2, :40]
     work[1, 3::5] += 15.0
@@ -424,7 +403,13 @@ PLAIN = {"compression": "none"}
         (6.0, "", [], {**PLAIN, "engine": "ddp"}, ["--parallel.compression bf16", "--parallel.bucket_mib 8"]),
         (6.0, "", [], {**PLAIN, "shard": "optimizer"}, ["--parallel.compression bf16", "--parallel.bucket_mib 8"]),
         (20.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2"]),
-        (200.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2", "--sync diloco:32"]),  # an exchange is most of a step
+        (
+            200.0,
+            "",
+            [],
+            COMPRESSED,
+            ["--parallel.bucket_mib 2", "--sync diloco:32", "--workers 2"],
+        ),  # an exchange is most of a step
         (200.0, "", [], {**COMPRESSED, "sync": "diloco:8"}, ["--parallel.bucket_mib 2"]),
         (200.0, "", [], {**COMPRESSED, "engine": "ddp"}, ["--parallel.bucket_mib 2"]),
     ],
@@ -434,7 +419,7 @@ def test_an_exposed_exchange_is_reported_with_what_the_run_lacks_and_its_engine_
 ) -> None:
     finding = _exposed(exchange_ms, phase=phase, spans=[_spans(*buckets)] if buckets else [], **options)
     assert finding.cost_ms == pytest.approx(exchange_ms, rel=0.05)
-    assert re.findall(r"--[\w.]+ [\w.]+", finding.advice) == advised
+    assert re.findall(r"--[\w.]+ [\w.:]+", finding.advice) == advised
 
 
 @pytest.mark.parametrize(

@@ -71,16 +71,6 @@ def test_all_ranks_slower_for_a_while_are_a_finding_with_the_moment(slow: slice,
     assert "(forward 2" in finding.text and "backward" not in finding.text
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_slow_network_for_a_while_is_a_finding(seed: int) -> None:
-    journal = _journal(_forward(seed=seed))
-    wait = journal.parts_ms["wait"].copy()
-    wait[160:240] *= 3
-    slow = replace(journal, step_ms=journal.step_ms + wait - 10, parts_ms={**journal.parts_ms, "wait": wait})
-    (finding,) = _found(analyse(run_of(table_of(_work()), journal=slow)), "change")
-    assert "in steps 161 to 240" in finding.text and "(wait 20.0 ms more)" in finding.text
-
-
 def test_what_coincided_is_said() -> None:
     tokens = np.where(np.arange(STEPS) < 200, 512.0, 700.0)
     start = JournalStart({}, events=[{"event": "config_changed", "at_step": step} for step in (199, 300)])

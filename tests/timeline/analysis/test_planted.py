@@ -64,21 +64,6 @@ def test_the_moment_from_which_a_rank_is_slow_is_reported() -> None:
     assert f" in steps {spell.first_step:,} to {spell.last_step:,}" in to_text(past)
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
-@pytest.mark.parametrize("ranks", [2, 4, 32])
-@pytest.mark.parametrize("share", [0.8, 1.0])
-def test_a_rank_that_is_slow_in_most_steps_costs_the_mean_of_all(share: float, ranks: int, kind: str) -> None:
-    for seed in range(2):
-        work = _work(ranks, 300, kind, seed)
-        late = work.copy()
-        late[1, np.random.default_rng(seed + 9).random(300) < share] += 21.0
-        found, truth = _analysed(late), (late.max(axis=0) - work.max(axis=0)).mean()
-        assert found.blame.late == [1] and not found.blame.spells
-        cost = found.blame.ranks[0].cost_ms
-        assert cost.value == pytest.approx(truth, rel=0.1)
-        assert share == 1.0 or cost.low <= truth <= cost.high
-
-
 def _stragglers(found: Analysis) -> list[str]:
     return [finding.text for finding in found.findings if finding.kind == "straggler"]
 
@@ -273,12 +258,3 @@ def test_pauses_that_recur_are_all_counted(ranks: int, steps: int, period: int) 
     parts = {part.name: part.ms.value for part in found.budget.parts}
     assert parts["longer steps"] == pytest.approx(truth_ms, rel=0.1)
     assert parts["waiting for late ranks"] == pytest.approx(_work(ranks, 500).max(axis=0).mean() - 100, rel=0.15)
-
-
-def test_lateness_that_grows_slowly_costs_its_mean_over_the_run() -> None:
-    """Early steps are recorded more often."""
-    step = _sampled(16)
-    work = _work(16, len(step), seed=2)
-    work[5] += 20.0 + 40.0 * step / STEPS
-    found = analyse(run_of(_three_days(step, work)))
-    assert found.blame.ranks[0].cost_ms.value == pytest.approx(40.0 - 1.77, rel=0.01)

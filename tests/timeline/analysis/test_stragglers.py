@@ -151,15 +151,6 @@ def test_few_steps_name_no_straggler(count: int, few: str) -> None:
     assert not found.late and found.reason == f"{few} too few to tell a straggler from chance"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_rank_that_is_quicker_and_now_and_then_late_is_named_alone(ranks: int) -> None:
-    """All others are slightly late in most steps."""
-    work = _quiet(0, ranks, 200, "gaussian", 0.1)
-    work[1] -= 1.0
-    work[1, ::5] += 20.0
-    assert find_stragglers(_rounds(work)).late == [1]
-
-
 @pytest.mark.parametrize("ranks", [4, 16])
 def test_two_late_ranks_are_both_named_and_share_what_they_cost(ranks: int) -> None:
     quiet = _quiet(0, ranks, 200, "gaussian", 0.2)

@@ -82,7 +82,6 @@ def test_ranks_that_serve_a_worker_together_exchange_inside(evidence: Evidence) 
         (["--sync", "every_step", "--workers", "2"], "in each step"),
         (["--sync", "diloco:32", "--workers", "2", "--outer_compression", "int3"], "invalid --outer.compression"),
         (["--sync", "diloco:32", "--workers", "2", "--shard", "optimizer"], "is not for --engine"),
-        (["--sync", "diloco:32", "--workers", "2", "--check"], "does not try"),
         (["--workers", "2"], "no effect without --sync"),
     ],
 )
