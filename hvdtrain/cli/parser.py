@@ -117,7 +117,6 @@ _INSTEAD = {
     "cache": "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses",
     "config": "hvdtrain train --print_config > run.yaml writes all options; docs/reference.md describes them",
     "completion": "hvdtrain COMMAND --help lists the options; docs/reference.md has them all",
-    "timeline hosts": "hvdtrain timeline report RUN names the slow hosts of each run",
     "timeline start": "start the job with --observe.timeline FIRST:LAST; timeline watch RUN looks at a running one",
     "timeline stop": "a recording ends with the last step of --observe.timeline FIRST:LAST",
 }

@@ -81,6 +81,7 @@ _RULES: Mapping[str, _Rule] = {
         lambda value: 1 <= value <= 65535 if isinstance(value, int) else value.endswith(".prom"),
         "a port, 1 to 65535, or a file NAME.prom",
     ),
+    "observe.otlp": (_is_http, "a URL such as http://collector:4318"),
     "observe.price_per_hour": _not_negative("free"),
     "run_dir": (
         lambda value: value and not is_url(value),
