@@ -239,7 +239,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Errors: LaunchError: unknown option; the message suggests a known one.
     """
     made = parser()
-    options, unknown = made.parse_known_args(argv)
+    options = argparse.Namespace()
+    _, unknown = made.parse_known_args(argv, options)
     if unknown:
         raise _no_option(unknown[0].partition("=")[0], made)
     return options

@@ -19,7 +19,6 @@ from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import TimelineLayout
-from hvdtrain.runtime.threads import SpinningThread
 
 _OPEN = "on"
 """Replaces the last step in the name of a file while it is unknown."""
@@ -34,22 +33,15 @@ class HorovodTimeline:
     every collective of these steps and none of later ones. They wait in broadcasts ``timeline/...`` and may begin these
     early: only the negotiation of these broadcasts may lack its beginning or end. Work between the last step of the
     window and the next step, such as an evaluation, is in the file too.
-
-    Opening and closing wait for the writer thread, which Horovod polls every millisecond. A busy-waiting writer gets
-    idle priority while it has nothing to do, but only then: on busy cores it delays opening and Horovod's shutdown.
     """
 
     comm: Comm
     recording: TimelineComm | None  # starts and ends the Timeline; None on ranks other than 0
-    writer: SpinningThread | None  # Horovod's, if it busy-waits while Horovod runs; None on ranks other than 0
     window: Window  # the same on all ranks
     folder: Path
     warn: Callable[[str], None]  # called once if the Timeline cannot be recorded; training continues
     _state: Literal["before", "open", "over"] = "before"
     _path: Path | None = None
-
-    def __post_init__(self) -> None:
-        self._rest(for_good=False)
 
     def begin_step(self, step: int) -> None:
         """Open the window at its first step, close it after its last step. Collective: yes."""
@@ -59,13 +51,10 @@ class HorovodTimeline:
         elif self._state != "over" and self.window.is_over(step):
             self._state = "over"
             on_rank_0(self.comm, self._stop, name="timeline/close")
-            self._rest(for_good=True)
 
     def close(self) -> None:
-        """Close the window if it is open, and prepare the writer thread for Horovod's shutdown."""
+        """Close the window if it is open."""
         self._stop()
-        if self.writer is not None:
-            self.writer.restore_priority()
 
     def _start(self, step: int) -> None:
         if self.recording is None:
@@ -75,8 +64,6 @@ class HorovodTimeline:
             last = _OPEN if self.window.last is None else self.window.last
             path = free_path(TimelineLayout(self.folder).horovod(step, last))
             path.open("xb").close()  # Horovod reports a file that cannot be opened only in its log
-            if self.writer is not None:
-                self.writer.restore_priority()
             try:
                 self.recording.start_timeline(path)
             except HvdtrainError:
@@ -95,10 +82,6 @@ class HorovodTimeline:
             _check(path)
         except (OSError, HvdtrainError) as error:
             self.warn(f"Horovod's Timeline {path} is incomplete: {error}; training continues")
-
-    def _rest(self, *, for_good: bool) -> None:
-        if self.writer is not None:
-            self.writer.lower_priority(for_good=for_good)
 
 
 def _check(path: Path) -> None:

@@ -61,7 +61,6 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
         (["parallel.sync=diloco:8", "outer.compression=int3"], "outer.compression"),
         (["parallel.sync=diloco:8", "precision=fp16"], "fp16"),
         (["parallel.sync=diloco:8", "train.ema=0.9"], "train.ema"),
-        (["parallel.sync=diloco:8", "train.micro_batch=auto"], "micro_batch auto"),
         (["parallel.sync=diloco:8", "parallel.compression=auto"], "compression auto"),
         (["parallel.sync=diloco:8", "parallel.buffers=check"], "buffers check"),
         (["parallel.sync=diloco:8", "parallel.shard=optimizer"], "does not support --parallel.sync"),
@@ -74,7 +73,6 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
             for text in ("1,2,3", "1,0", "1,x", "2")
         ),
         (["parallel.sync=diloco:8", "outer.shares=17,1"], "leaves a worker without any of the 8 micro-batches"),
-        (["parallel.sync=every_step"], "no effect with --parallel.sync every_step"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) -> None:

@@ -31,10 +31,6 @@ MUTATIONS: Table = {
             "                found.clear()\n                warm = 0\n",
             "                found.clear()\n",
         ),
-        "a prediction has the micro-batch of an earlier start": (
-            'int(found[-1]["samples"])',
-            'int(found[0]["samples"])',
-        ),
     },
     ("timeline/analysis/budget.py", "tests/timeline/analysis/test_budget.py"): {
         "a Timeline of another clock divides the exposed exchange": (
