@@ -84,7 +84,7 @@ class Parser(EitherSpelling):
         near = self.nearest_option(word)
         self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse what is declared. An option of `replaced` ends the process."""
         options, unknown = super().parse_known_args(args, namespace)
         for word in (word.partition("=")[0] for word in unknown):
