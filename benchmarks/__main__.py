@@ -46,6 +46,7 @@ SCRIPTS = (
     "balance",
     "compressors",
     "exchange",
+    "exact",
     "transport",
 )
 """Each with its options."""

@@ -164,7 +164,7 @@ def train_counted(folder: Path, options: tuple[str, ...]) -> None:
     run, build = _parsed(options)
     live = LiveBytes()
     comm: Any = CountedComm(start_comm(info, plan_of(run.config).groups), live)
-    every = run.config.train.global_batch // run.config.train.pass_samples
+    every = run.config.train.global_batch // run.config.train.micro_batch
     passes = plan_of(run.config).dimensions.own_passes(comm.size, every)
 
     def build_counted() -> Task:

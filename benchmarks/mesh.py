@@ -34,14 +34,12 @@ OURS: Mapping[str, Mapping[str, object]] = {
     "cp": {"parallel.cp": 2},
     "pp": {"parallel.pp": 2},
     "pp_virtual": {"parallel.pp": 2, "parallel.virtual_stages": 2},
-    "pp_zero_bubble": {"parallel.pp": 2, "parallel.zero_bubble": True},
     "pp_4_passes": {"parallel.pp": 2},
-    "pp_zero_bubble_4_passes": {"parallel.pp": 2, "parallel.zero_bubble": True},
 }
 PASSES = {
     **dict.fromkeys(("tp", "cp"), 1),
-    **dict.fromkeys(("pp", "pp_virtual", "pp_zero_bubble"), 8),
-    **dict.fromkeys(("pp_4_passes", "pp_zero_bubble_4_passes"), 4),
+    **dict.fromkeys(("pp", "pp_virtual"), 8),
+    "pp_4_passes": 4,
 }
 """Micro-batches a step, where ranks have the same samples."""
 PEER = "engine_loops:transformers_ep"
@@ -53,8 +51,6 @@ PAIRS = {
     "tp_over_replicated": ("tp", "replicated"),
     "pp_over_replicated": ("pp", "replicated"),
     "pp_virtual_over_pp": ("pp_virtual", "pp"),
-    "pp_zero_bubble_over_pp": ("pp_zero_bubble", "pp"),
-    "pp_zero_bubble_over_pp_of_4_passes": ("pp_zero_bubble_4_passes", "pp_4_passes"),
 }
 SAMPLES, WARM_UP, STATE_STEPS = 8, 4, 2
 

@@ -49,7 +49,6 @@ JOBS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "ep": (2, (STACK, "--parallel.ep=2")),
     "cp": (2, (STACK, "--parallel.cp=2")),
     "pp": (2, (STACK, "--parallel.pp=2")),
-    "pp_later": (2, (STACK, "--parallel.pp=2", "--parallel.zero_bubble=true")),
     "ep_zero1": (2, (STACK, "--parallel.ep=2", "--parallel.shard=optimizer")),
     "groups": (4, (STACK, "--parallel.engine=fsdp", "--parallel.dp_shard=2", "--parallel.compression=int8")),
     "ep_groups": (4, (STACK, "--parallel.engine=fsdp", "--parallel.dp_shard=2", "--parallel.ep=2")),

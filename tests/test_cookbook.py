@@ -17,7 +17,6 @@ from tests.test_readme import CALLBACK
 
 PAGE = (ROOT / "docs" / "cookbook.md").read_text()
 ROWS = re.findall(r"^\| ([^|]+) \| `(--[^`]+)` \| \[", PAGE, re.MULTILINE)
-ON_CPUS = [row for row in ROWS if row[1] != "--train.micro_batch auto"]
 (FROZEN,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -48,11 +47,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_rows_are_found() -> None:
-    assert len(ON_CPUS) == len(ROWS) - 1 == 22
+    assert len(ROWS) == len(ROWS) - 1 == 22
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [options for _, options in ON_CPUS], ids=[task for task, _ in ON_CPUS])
+@pytest.mark.parametrize("options", [options for _, options in ROWS], ids=[task for task, _ in ROWS])
 def test_each_row(options: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     given = shlex.split(options)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,3 +71,23 @@ def test_only_root_and_this_user_may_write(
     (tmp_path / "a").touch()
     (tmp_path / "a").chmod(mode)
     assert is_private((tmp_path / "a").stat()) is private
+
+
+@pytest.mark.parametrize("program", ["hvdtrain.__main__", "hvdtrain.training.api", "hvdtrain.launch.agent"])
+def test_every_start_may_open_as_many_files_as_the_system_allows(program: str) -> None:
+    begin = {
+        "hvdtrain.__main__": "main(['--version'])",
+        "hvdtrain.training.api": "train({'train': {'steps': -1}})",
+        "hvdtrain.launch.agent": "main({'type': 'hello'})",
+    }
+    code = f"""
+import resource
+from contextlib import suppress
+import {program}
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+with suppress(BaseException):
+    {program}.{begin[program]}
+raise SystemExit(resource.getrlimit(resource.RLIMIT_NOFILE)[0] != 200)
+"""
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] >= 200
+    assert subprocess.run([sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=False).returncode == 0

@@ -11,9 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser, local, positives
-from hvdtrain.config.schema import AUTO
 from hvdtrain.errors import ConfigError
-from hvdtrain.fit.ways import GIB, Line, Way, fits_in, meshes_to_try, propose, shard_options
+from hvdtrain.fit.ways import GIB, Line, Way, fits_in, meshes_to_try, propose, shard_options, sizes_to_try
 
 if TYPE_CHECKING:
     from hvdtrain.config.parse import RunConfig
@@ -29,11 +28,10 @@ All options of hvdtrain train are accepted, too. With --parallel.device cuda,
 attention takes the memory that it takes on GPUs, also if there is none here.
 The rest is activations, gradients and the memory of their exchange. Sent is
 what a rank sends in a step; experts count as having equally many tokens.
-With --train.micro_batch auto, each line has the largest that fits in --gib.
 
 examples:
   hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
-  hvdtrain fit --model.config big.json --train.micro_batch auto --gib 80
+  hvdtrain fit --model.config big.json --gib 80 --largest
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
   hvdtrain fit --run runs/SHORT --config run.yaml --ranks 8 --bandwidth_gbit 25
   hvdtrain fit --ranks 64 --gib 80 --config run.yaml --meshes ep8,tp2xep2,cp4
@@ -49,6 +47,8 @@ def parser() -> Parser:
     add = made.add_argument
     add("--ranks", type=positives, default=[1, 8], metavar="N,...", help="numbers of ranks (default: 1,8)")
     add("--gib", type=float, metavar="GIB", help="memory of a device: mark what fits")
+    largest = "find the largest --train.micro_batch, a power of two, that fits in --gib"
+    add("--largest", action="store_true", help=largest)
     shards = "values of --parallel.shard; parameters means --parallel.engine fsdp (default: all that the engine"
     add("--shards", metavar="SHARD,...", help=f"{shards} divides)")
     meshes = (
@@ -117,7 +117,6 @@ def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], tim
     from hvdtrain.fit.memory import predict_memory
     from hvdtrain.plan.plan import plan_of
     from hvdtrain.task.base import load_task_function
-    from hvdtrain.training.start.micro_batch import sizes_to_try
 
     function: Callable[..., Any] = load_task_function(task_spec(argv))
     config = parse_argv(argv, function).config
@@ -127,18 +126,18 @@ def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], tim
     has_mesh = bool(dimensions)
     shards = ["none", "optimizer", "gradients", "parameters"] if given.engine == "horovod" else [given.shard]
     shards = options.shards.split(",") if options.shards else shards
+    if options.largest and gib is None:
+        raise ConfigError("--largest without the memory of a device", next_step="add --gib, such as --gib 80")
     if has_mesh and meshes not in (None, "none"):
         raise ConfigError("--meshes, but the options have a mesh", next_step=f"leave out {dimensions.options}")
 
     def predict(count: int, way: Way, mode: str) -> Line:
         train, line = config.train, None
-        is_auto = train.micro_batch == AUTO and gib is not None
-        own = parse_argv([*argv, *way.options, "--train.micro_batch=1"], function).config
-        places = max(1, count // plan_of(own).dimensions.same_samples)
-        for size in sizes_to_try(train.global_batch, places) if is_auto else [train.micro_batch]:
+        places = max(1, count // plan_of(parse_argv([*argv, *way.options], function).config).dimensions.same_samples)
+        for size in sizes_to_try(train.global_batch, places) if options.largest else [train.micro_batch]:
             changed = [*way.options, f"--memory.checkpointing={mode}", f"--train.micro_batch={size}"]
             run = parse_argv([*argv, *changed], function)
-            found = size if is_auto and isinstance(size, int) else None
+            found = size if options.largest else None
             try:
                 memory = predict_memory(run, partial(function, **run.task_args), count)
             except ConfigError as error:

@@ -24,7 +24,6 @@ class Dimensions:
     cp: int = 1  # that divide each sequence, and have the same samples
     pp: int = 1  # that divide the layers, as stages of a pipeline, and have the same samples
     virtual_stages: int = 1  # no number of ranks, but of the groups of layers that each rank of a pipeline has
-    zero_bubble: bool = False  # whether stages compute the gradients of weights while they would wait
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> Dimensions:
@@ -59,13 +58,12 @@ class Dimensions:
 
         Errors: ConfigError: they do not; with the nearest ones that fit.
         """
-        for name in ("virtual_stages", "zero_bubble"):
-            if (value := getattr(self, name)) != getattr(ONE, name) and self.pp == 1:
-                raise ConfigError(
-                    f"--parallel.{name} {str(value).lower()} without a pipeline",
-                    expected="--parallel.pp 2 or more",
-                    next_step=f"set it, or leave out --parallel.{name}",
-                )
+        if self.virtual_stages > 1 and self.pp == 1:
+            raise ConfigError(
+                f"--parallel.virtual_stages {self.virtual_stages} without a pipeline",
+                expected="--parallel.pp 2 or more",
+                next_step="set it, or leave out --parallel.virtual_stages",
+            )
         if self._fits(size):
             return
         divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -102,11 +100,8 @@ class Dimensions:
             )
 
     def bubble(self, size: int, passes: int) -> float:
-        """Return the share of a step with `passes`, of all pipelines, in which stages wait at least.
-
-        With `zero_bubble`, if the gradients of weights take a third of the time.
-        """
-        wait = (self.pp - 1) / (3 if self.zero_bubble else 1)
+        """Return the share of a step with `passes`, of all pipelines, in which stages wait at least."""
+        wait = self.pp - 1
         return wait / (wait + self.own_passes(size, passes) * self.virtual_stages) if wait else 0.0
 
     def own_passes(self, size: int, passes: int) -> int:

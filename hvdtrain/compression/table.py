@@ -109,23 +109,11 @@ class Compression:
         collectives = len(self.collectives(bucket, ranks))
         return (other or self.kind.copies).estimate(gradient_bytes, collectives, ranks, copy_s)
 
-    def break_even(self, shapes: Sequence[Sequence[int]], ranks: int) -> int | None:
-        """Return up to how many ranks it sends fewer bytes than uncompressed gradients; None if at `ranks` it does.
-
-        `shapes` are those of the gradients. What an allgather brings grows with the number of ranks.
-        """
+    def sends_more(self, shapes: Sequence[Sequence[int]], ranks: int) -> bool:
+        """Whether it sends as much as uncompressed gradients of these shapes: an allgather brings more by each rank."""
         buckets = [Bucket([shape], "float32", math.prod(shape)) for shape in shapes if math.prod(shape) >= _WORTH]
-
-        def gains(size: int) -> bool:
-            coded, whole = (
-                sum(sizes.sent_bytes(payload(bucket, size), size) for bucket in buckets)
-                for payload in (self.payload, lambda bucket, size: sizes.plain(bucket, size, 0))
-            )
-            return coded < whole
-
-        if not buckets or gains(ranks):
-            return None
-        return next((size for size in range(ranks - 1, 1, -1) if gains(size)), 1)
+        coded = sum(sizes.sent_bytes(self.payload(bucket, ranks), ranks) for bucket in buckets)
+        return bool(buckets) and coded >= sum(sizes.sent_bytes(sizes.plain(b, ranks, 0), ranks) for b in buckets)
 
     @property
     def exact(self) -> bool:

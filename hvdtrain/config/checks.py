@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config, TrainConfig
 from hvdtrain.config.sync import apportion, outer_plan
 from hvdtrain.config.windows import AUTO, parse_window
@@ -54,7 +53,7 @@ _RULES: Mapping[str, _Rule] = {
     **dict.fromkeys(("train.stop_at", "train.eval_every", "train.patience", "train.max_skipped"), _AT_LEAST_1),
     "checkpoint.keep": _AT_LEAST_1,
     **dict.fromkeys(("train.epochs", "optimizer.lr", "optimizer.eps", "parallel.bucket_mib", "outer.lr"), _POSITIVE),
-    **dict.fromkeys(("memory.limit", "observe.peak_tflops"), _POSITIVE),
+    "observe.peak_tflops": _POSITIVE,
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "outer.momentum"), _DECAY_RATE),
     "outer.mix": _DECAY_RATE,
     "train.clip": _not_negative("off"),
@@ -100,8 +99,7 @@ def check_values(flat: Mapping[str, Any], config: Config) -> None:
     Errors: ConfigError: a value is out of range, or two options contradict each other.
     """
     train = config.train
-    most = f"1 to train.global_batch ({train.global_batch}), or {SIZE_AUTO}"
-    up_to_batch = (lambda value: value == SIZE_AUTO or 1 <= value <= train.global_batch, most)
+    up_to_batch = (lambda value: 1 <= value <= train.global_batch, f"1 to train.global_batch ({train.global_batch})")
     for name, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name} is {value!r}, which is out of range", expected="a finite number")
@@ -131,9 +129,7 @@ def _check_workers(config: Config) -> None:
             what = f"--parallel.workers {config.parallel.workers} has no effect with {sync}"
             raise ConfigError(what, next_step="add for example --parallel.sync diloco:32, or omit it")
         return
-    if train.micro_batch == SIZE_AUTO:  # which workers do not support
-        return
-    most = -(-train.global_batch // train.pass_samples)
+    most = -(-train.global_batch // train.micro_batch)
     if plan.shares and not all(apportion(most, plan.shares)):
         raise ConfigError(
             f"--outer.shares {config.outer.shares} leaves a worker without any of the {most} micro-batches of a step",

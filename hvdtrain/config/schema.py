@@ -9,7 +9,6 @@ from typing import Literal
 LEARNING_RATES: Mapping[str, float] = {"adamw": 2e-3, "sgd": 0.1, "muon": 8e-3, "adafactor": 3e-2}
 """Default of `OptimizerConfig.lr` by `name`."""
 
-AUTO = "auto"
 """Value of the micro-batch: find it."""
 
 
@@ -80,15 +79,11 @@ class ParallelConfig:
         virtual_stages: number of groups of layers on each rank of a pipeline (interleaved 1F1B): stages wait less by
             this factor, and send as many times more. Needs a multiple of pp micro-batches in each pipeline.
             Not with engine fsdp
-        zero_bubble: let stages of a pipeline compute gradients of weights while they would wait (zero bubble, ZB-H1):
-            they wait about a third as long, and the last stages use more memory. Not with train.compile or
-            engine fsdp
         dp_shard: number of ranks that divide the model with engine fsdp, usually those of a host. Each group of that
             size has a copy, and groups exchange gradients, with any compression but powersgd (default: one group)
         sync: when workers exchange: every_step, in each step; local:N, the mean of their parameters every N steps;
             diloco:N, their changes, to which an outer optimizer applies Nesterov momentum; streaming:N, the same in
-            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too. With
-            auto, ranks exchange in each step, and the end of the run says what takes the least time to a loss
+            parts that are exchanged during later steps; sparseloco:N, only the largest changes. Set workers, too
         workers: number of workers that train apart between exchanges. Ranks share them out: several workers a rank, or
             several ranks a worker. The loss curve depends on this number, and not on the number of ranks
             (default: none)
@@ -98,8 +93,8 @@ class ParallelConfig:
             every step, broadcast copies those of rank 0, check ends the run with an error that names them
         device: device of a rank: cuda is the GPU numbered by its local rank; auto is cuda if available, otherwise cpu;
             shared lets several ranks use one GPU, which is slow and meant for tests
-        bind: cores of a rank, its loaders and its pinned memory: gpu for those near its GPU, numa for a NUMA domain (or
-            several) per rank, none for those that the launcher allows; auto is gpu with CUDA, otherwise none
+        bind: cores of a rank, its loaders and its pinned memory: gpu for those near its GPU, none for those that
+            the launcher allows; auto is gpu with CUDA, otherwise none
     """
 
     engine: Literal["horovod", "ddp", "fsdp"] = "horovod"
@@ -111,14 +106,13 @@ class ParallelConfig:
     cp: int = 1
     pp: int = 1
     virtual_stages: int = 1
-    zero_bubble: bool = False
     dp_shard: int | None = None
     sync: str = "every_step"
     workers: int | None = None
     balance: Literal["equal", "speed"] = "equal"
     buffers: Literal["mean", "broadcast", "check"] = "mean"
     device: Literal["auto", "cpu", "cuda", "shared"] = "auto"
-    bind: Literal["auto", "gpu", "numa", "none"] = "auto"
+    bind: Literal["auto", "gpu", "none"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -161,13 +155,11 @@ class MemoryConfig:
     Attributes:
         offload: keep this in the memory of the host: optimizer for the state and the update of a divided
             optimizer, and with engine fsdp for parameters and gradients, too. Saves memory of a GPU, and takes longer
-        limit: most memory of its GPU that a rank's torch may take, in GiB (default: all)
         checkpointing: activations that backward computes again instead of keeping them: full for all inside the blocks
             of the model, selective for all but the results of most matrix products, convolutions and attention
     """
 
     offload: Literal["none", "optimizer"] = "none"
-    limit: float | None = None
     checkpointing: Literal["none", "full", "selective"] = "none"
 
 
@@ -180,8 +172,8 @@ class TrainConfig:
         epochs: passes over the training data, also fractions (default: train.steps instead)
         stop_at: stop after this step without changing the schedule (default: the last step)
         global_batch: samples per optimizer step over all ranks; independent of the number of ranks
-        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch. auto finds the
-            largest power of two that fits the memory of every GPU
+        micro_batch: samples per forward pass; each rank gets whole micro-batches of the global batch. hvdtrain fit
+            --largest predicts how many fit
         clip: largest L2 norm of the gradient; 0 disables clipping
         eval_every: evaluate every N steps, and at the start and the end; the best evaluation is saved at once
             (default: at each periodic checkpoint)
@@ -202,6 +194,9 @@ class TrainConfig:
             products and convolutions, off for neither, auto for the choice of torch, usually convolutions only
         deterministic: use deterministic torch kernels, and refuse operations without one; slower on CUDA, no change on
             CPUs
+        reproducible: bits for the same bits of parameters and optimizer on any number of ranks, also where it changes:
+            sums are taken in one order, and each rank has the number of threads of the first start (OMP_NUM_THREADS,
+            or 1). Implies deterministic
         compile: compile each block of the model with torch.compile; the exchange still overlaps backward. The first
             evaluation and first step take longer. CPUs need a C++ compiler
     """
@@ -210,7 +205,7 @@ class TrainConfig:
     epochs: float | None = None
     stop_at: int | None = None
     global_batch: int = 16
-    micro_batch: int | Literal["auto"] = 2
+    micro_batch: int = 2
     clip: float = 1.0
     eval_every: int | None = None
     eval_samples: int = 64
@@ -222,13 +217,8 @@ class TrainConfig:
     max_skipped: int = 10
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False
+    reproducible: Literal["none", "bits"] = "none"
     compile: bool = False
-
-    @property
-    def pass_samples(self) -> int:
-        """The micro-batch, which is known: given, or found."""
-        assert isinstance(self.micro_batch, int)
-        return self.micro_batch
 
 
 @dataclass(frozen=True)

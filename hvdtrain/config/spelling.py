@@ -38,6 +38,7 @@ ELSEWHERE: Mapping[str, str] = {
     "--parallel.compression": "compression compressor",
     "--parallel.shard": "zero zero_stage zero1 zero2 sharding",
     "--parallel.bucket_mib": "bucket_cap_mb fusion_threshold_mb fusion_threshold",
+    "--parallel.virtual_stages": "parallel.zero_bubble",
     "--parallel.device": "device no_cuda use_cpu cuda accelerator",
     "--parallel.bind": "bind numa_binding enable_cpu_affinity bind_cores_to_rank",
     "--loader.workers": "num_workers workers dataloader_num_workers data_workers",

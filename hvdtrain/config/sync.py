@@ -10,7 +10,7 @@ from hvdtrain.errors import ConfigError
 
 EVERY_STEP = "every_step"
 AUTO_SYNC = "auto"
-"""Exchanges in each step; the end of the run proposes a method."""
+"""Of `hvdtrain timeline whatif --sync`: compare the methods."""
 METHODS = ("local", "diloco", "streaming", "sparseloco")
 
 
@@ -18,20 +18,20 @@ METHODS = ("local", "diloco", "streaming", "sparseloco")
 class Sync:
     """A value of ``--parallel.sync``."""
 
-    method: str  # every_step, auto, or one of `METHODS`
+    method: str  # every_step, or one of `METHODS`
     every: int = 1  # steps between two exchanges of a parameter
 
 
 def parse_sync(text: str) -> Sync:
     """Return what a value of ``--parallel.sync`` means, such as "diloco:32". Errors: ConfigError."""
     method, _, every = text.partition(":")
-    if text in (EVERY_STEP, AUTO_SYNC):
+    if text == EVERY_STEP:
         return Sync(text)
     if method in METHODS and every.isascii() and every.isdigit() and 1 <= int(every) < 2**31:
         return Sync(method, int(every))
     raise ConfigError(
         f"invalid --parallel.sync {text!r}",
-        expected=f"{EVERY_STEP}, {AUTO_SYNC}, or {', '.join(f'{name}:STEPS' for name in METHODS)} with 1 step or more",
+        expected=f"{EVERY_STEP}, or {', '.join(f'{name}:STEPS' for name in METHODS)} with 1 step or more",
         next_step="for example --parallel.sync diloco:32 --parallel.workers 2",
     )
 

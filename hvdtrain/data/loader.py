@@ -21,12 +21,12 @@ from hvdtrain.data.order import (
     MicroBatch,
     SampleOrder,
     count_micro_batches,
-    micro_batches,
     mix_seed,
     positions_without,
     rank_share,
     take_micro_batches,
 )
+from hvdtrain.data.tree import Positions
 from hvdtrain.data.workers import Workers
 from hvdtrain.errors import DataError
 
@@ -42,11 +42,12 @@ class StepShare(NamedTuple):
     batches: list[MicroBatch]
     repeated: list[MicroBatch]  # of other ranks, with weight 0
     end: int  # the position after the step
+    positions: Positions  # of the micro-batches of all ranks within the step
 
     def later(self, samples: int) -> StepShare:
         """Return the same some samples later."""
         batches, repeated = ([MicroBatch(b.start + samples, b.stop + samples) for b in each] for each in self[:2])
-        return StepShare(batches, repeated, self.end + samples)
+        return StepShare(batches, repeated, self.end + samples, self.positions)
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,7 @@ class Stream:
         """Return the same for each worker that this rank serves; without workers, one list."""
         parts = positions_without(position, self.global_batch, self.left_out)
         count = count_micro_batches(parts, self.micro_batch)
-        if self.shares is not None and sum(self.shares) == count:
-            start = sum(self.shares[: self.rank])
-            return [take_micro_batches(parts, self.micro_batch, range(start, start + self.shares[self.rank]))]
-        if self.workers is None:
-            return [self._of_rank(parts, self.rank)]
-        shares = self.workers.shares(count, self.rank)
+        shares = [self._share(count, self.rank)] if self.workers is None else self.workers.shares(count, self.rank)
         return [take_micro_batches(parts, self.micro_batch, share) for share in shares]
 
     def repeated(self, position: int) -> list[MicroBatch]:
@@ -94,14 +90,22 @@ class Stream:
         if not self.uniform:
             return []
         parts = positions_without(position, self.global_batch, self.left_out)
-        most, own = self._of_rank(parts, 0), self.step(position)
+        first = self._share(count_micro_batches(parts, self.micro_batch), 0)
+        most, own = take_micro_batches(parts, self.micro_batch, first), self.step(position)
         return (own or most)[-1:] * (len(most) - len(own))
 
-    def _of_rank(self, parts: Sequence[tuple[int, int]], rank: int) -> list[MicroBatch]:
-        if not self.in_turn:
-            return micro_batches(parts, self.micro_batch, rank, self.size)
-        count = count_micro_batches(parts, self.micro_batch)
-        return take_micro_batches(parts, self.micro_batch, range(rank, count, self.size))
+    def positions(self, position: int) -> Positions:
+        """Return which micro-batches of the step that starts at `position` each rank has."""
+        count = count_micro_batches(positions_without(position, self.global_batch, self.left_out), self.micro_batch)
+        return Positions(count, tuple(self._share(count, rank) for rank in range(self.size)))
+
+    def _share(self, count: int, rank: int) -> range:
+        if self.in_turn:
+            return range(rank, count, self.size)
+        if self.shares is not None and sum(self.shares) == count:
+            start = sum(self.shares[:rank])
+            return range(start, start + self.shares[rank])
+        return rank_share(count, rank, self.size)
 
     def position_after(self, position: int) -> int:
         """Return the position after the step that starts at `position`."""
@@ -110,13 +114,15 @@ class Stream:
     def steps(self, position: int, count: int) -> Iterator[StepShare]:
         """Yield the share of this rank in each of `count` steps from `position` on."""
         hole_end = self.left_out[-1][1] if self.left_out else 0
-        begin, share = -1, StepShare([], [], position)
+        begin, share = -1, StepShare([], [], position, Positions(0, ()))
         for _ in range(count):
             if begin >= hole_end:  # each further step is like the one before
                 begin, share = share.end, share.later(self.global_batch)
             else:
                 begin = share.end
-                share = StepShare(self.step(begin), self.repeated(begin), self.position_after(begin))
+                share = StepShare(
+                    self.step(begin), self.repeated(begin), self.position_after(begin), self.positions(begin)
+                )
             yield share
 
     def order(self) -> SampleOrder:

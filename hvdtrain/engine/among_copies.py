@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Handle
 from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.engine.coded_shards import CodedShards
-from hvdtrain.engine.divisible import DividedSums
+from hvdtrain.engine.divisible import DividedSums, norm_by_row
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.engine.layout import Layout
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sums import Loss
 from hvdtrain.exchange.at_owners import AtOwners
+from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import local, on_stages
 from hvdtrain.state.exchange_state import Owned
@@ -44,6 +45,7 @@ class AmongCopies(DividedSums):
         overlaps: whether exchanges may run during passes, and gathers during forward passes.
         name: prefix of the collectives' names.
         weight: applied to each gradient before the exchange, which the exchanges of the layout know.
+        leaves: add the passes in the order of their positions; None to let autograd add them.
 
     Attributes:
         on_gradient: called with the name and each parameter that gets a gradient; set it before `refresh`.
@@ -58,8 +60,10 @@ class AmongCopies(DividedSums):
         overlaps: bool = True,
         name: str = "gradients",
         weight: float = 1.0,
+        leaves: Leaves | None = None,
     ) -> None:
         super().__init__(parts.model, parts.comm)
+        self._leaves = leaves
         self.compression, self.uniform_passes = parts.plan.compression, layout.divides_model
         self._optimizer, self._name = parts.optimizer, name
         self._layout, self._spans = layout, parts.spans or Spans()
@@ -121,6 +125,8 @@ class AmongCopies(DividedSums):
 
     def begin_exchange(self) -> None:
         """Free the sums of the last step, and expect the gradients of another one."""
+        if self._leaves is not None:
+            self._leaves.begin(self.positions, self.schedule.left)
         for exchange in self._layout.every:
             exchange.begin()
         self._used.clear()
@@ -139,6 +145,8 @@ class AmongCopies(DividedSums):
         with self._named_errors():
             call()
         self._is_running = False
+        if self._leaves is not None and self.schedule.left and not self._sums_each_pass:
+            self._leaves.take([(name, self._layout.parameters[name]) for name in self._layout.exchanges])
 
     def _named_errors(self) -> AbstractContextManager[object]:
         return naming_lost_rank("an exchange of activations") if self.uniform_passes else nullcontext()
@@ -146,7 +154,7 @@ class AmongCopies(DividedSums):
     def _on_gradient(self, name: str, parameter: nn.Parameter) -> None:
         self._used.add(name)
         is_last = not self.schedule.left or (self._sums_each_pass and self._layout.exchanges[name] is not None)
-        if self._is_running and is_last and self._overlaps and not self.schedule.awaits(parameter):
+        if self._is_running and is_last and self._overlaps:
             self.add_gradient(name, parameter)
 
     def add_gradient(self, name: str, parameter: nn.Parameter) -> None:
@@ -225,6 +233,8 @@ class AmongCopies(DividedSums):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
+        if self._leaves is not None:
+            return norm_by_row(self._layout.owned, self._layout.parameters, self._comm, self._name)
         return self._layout.norm(gradients)
 
     def spread(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hvdtrain.data.tree import Positions
 from hvdtrain.engine.schedule import Passes, Schedule
 from hvdtrain.engine.sums import Loss, Sums
 from hvdtrain.exchange.residuals import Residuals
@@ -70,11 +71,13 @@ class Engine:
         """The stage of this rank in a pipeline; None without."""
         return self.schedule.stage
 
-    def begin(self, micro_batches: int) -> None:
+    def begin(self, micro_batches: int, positions: Positions | None = None) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle.
 
-        Those of weight 0 are included. Collective: yes, if parameters were added, frozen or freed since the last step.
+        Those of weight 0 are included, which `positions` leaves out. Collective: yes, if parameters were added, frozen
+        or freed since the last step.
         """
+        self.sums.positions = positions
         self.sums.refresh()
         self.optimizer.zero_grad()
         self.schedule.begin(micro_batches)
@@ -82,7 +85,7 @@ class Engine:
 
     def accumulate(self, passes: Passes) -> None:
         """Run the passes of a step. Each is a function that runs a forward pass, and returns what runs its backward."""
-        self.schedule.run(passes, self._pass_back)
+        self.schedule.run(passes)
 
     def forward(self, call: Callable[[], Loss]) -> Loss:
         """Run a forward pass of the step: return what `call` returns. `backward` of its loss follows."""
@@ -91,9 +94,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`, a scalar; the last one of a step starts the exchange."""
-        self._pass_back(self.schedule.backward(loss))
-
-    def _pass_back(self, call: Callable[[], None]) -> None:
+        call = self.schedule.backward(loss)
         if self.schedule.begun:
             self.sums.end_pass()
         self.schedule.count()

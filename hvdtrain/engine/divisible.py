@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -10,9 +11,9 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.sums import Sums
-from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.exchange.norms import norm, squared_norm, squares_by_row
 from hvdtrain.exchange.residuals import Undelivered
-from hvdtrain.state.divided import local, place_of, ranks_with_rows
+from hvdtrain.state.divided import local, place_of, ranks_with_rows, whole_shape
 from hvdtrain.state.exchange_state import Owned
 
 BY_ELEMENT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -60,6 +61,25 @@ def norm_of_owned(squared: Tensor, comm: Comm, model: nn.Module, name: str = "gr
     """Return the norm of the whole gradient from the `squared` one of what each rank owns alone. Collective: yes."""
     squared = squared.reshape(1).to(next(model.parameters()).device)  # where it is not yet if this rank owns nothing
     return norm(comm.allreduce(squared, name=f"{name}/norm").wait())
+
+
+def norm_by_row(
+    owned: Mapping[str, Owned], parameters: Mapping[str, Tensor], comm: Comm, name: str = "gradients"
+) -> Tensor:
+    """Return the norm of the whole gradient, with the same bits on any number of owners of rows. Collective: yes.
+
+    `parameters` of the model, by name, in an order that is equal on all ranks.
+    """
+    sizes = {n: math.prod(whole_shape(p)[:1]) for n, p in parameters.items() if p.requires_grad}
+    device = local(next(iter(parameters.values()))).device
+    rows = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
+    for n, of_parameter in zip(sizes, torch.split(rows, [*sizes.values()]), strict=True):
+        own = owned.get(n)
+        if own is not None and own.parameter is not None and own.parameter.grad is not None:
+            found = squares_by_row([own.parameter.grad], [own.parameter])
+            begin = own.place.offset[0] if own.place is not None and own.place.offset else 0
+            of_parameter[begin : begin + len(found)] = found
+    return norm(comm.allreduce(rows, name=f"{name}/norm").wait().sum())
 
 
 def norm_of_parts(owned: Mapping[str, Owned], comm: Comm, model: nn.Module) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from hvdtrain.comm.mesh import Mesh, make_mesh
 from hvdtrain.comm.torch_order import naming_lost_rank
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.divisible import DividedSums, norm_of_parts, own_rows, use_owned
+from hvdtrain.engine.divisible import DividedSums, norm_by_row, norm_of_parts, own_rows, use_owned
 from hvdtrain.engine.fsdp_collectives import FsdpCollectives, make_collectives
 from hvdtrain.engine.fsdp_layout import Rows, RowsOfParts, RowsOfStages
 from hvdtrain.engine.fsdp_use import UsedParameters
@@ -25,7 +25,6 @@ from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.sums import Loss
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import TaskError
-from hvdtrain.spans import Spans
 from hvdtrain.state.divided import local
 
 _OUTSIDE = "outside of blocks"
@@ -62,7 +61,7 @@ class FsdpSums(DividedSums):
     ) -> None:
         super().__init__(parts.model, mesh.shard)
         self.compression, self._optimizer = parts.plan.compression, parts.optimizer
-        self._elsewhere = elsewhere(parts.plan)
+        self._elsewhere, self._in_order = elsewhere(parts.plan), parts.plan.bits
         self._layout, self._collectives, self.schedule = layout, collectives, schedule
         self._sums: dict[str, Tensor] = {}  # of this step's passes, by parameter
         names = {parameter: name for name, parameter in parts.parameters}
@@ -116,7 +115,7 @@ class FsdpSums(DividedSums):
         self._sums.clear()
         self._used.begin()
         if self._collectives is not None:
-            self._collectives.begin()
+            self._collectives.begin(self.positions, self.schedule.left)
         if self._groups is not None:
             self._groups.begin()
 
@@ -182,6 +181,8 @@ class FsdpSums(DividedSums):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
+        if self._in_order:
+            return norm_by_row(self._owned, self._parameters, self._comm)
         everyone = self._layout.everyone
         return super().norm(gradients) if everyone is None else norm_of_parts(self._owned, everyone, self._model)
 
@@ -210,7 +211,9 @@ class FsdpSums(DividedSums):
         rows, parameter.grad = local(parameter.grad), None
         if self._collectives is not None and name in self._collectives.carried:
             assert self._collectives.has_summed(rows), "torch has copied an unfinished sum"
-        self._sums[name] = self._sums[name].add_(rows) if name in self._sums else rows
+        if name in self._sums and not self._in_order:
+            rows = self._sums[name].add_(rows)
+        self._sums[name] = rows
 
     def _which_are_trained(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters.values()]
@@ -270,9 +273,8 @@ def make_fsdp(parts: EngineParts) -> Engine:
     schedule = Schedule()
     layout: Rows
     if dimensions.pp > 1:
-        spans = parts.spans or Spans()
-        stage = Stage(parts.model, comm, dimensions, parts.device, spans)
-        layout, schedule = RowsOfStages(outside, mesh, stage), PipelineSchedule(stage, spans)
+        stage = Stage(parts.model, comm, dimensions, parts.device, parts.spans)
+        layout, schedule = RowsOfStages(outside, mesh, stage), PipelineSchedule(stage)
     else:
         layout = RowsOfParts(outside, mesh) if dimensions.divides_model else Rows(outside, mesh)
     return Engine(parts.optimizer, FsdpSums(outside, mesh, layout, collectives, schedule), schedule)

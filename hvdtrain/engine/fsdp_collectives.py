@@ -22,7 +22,9 @@ from hvdtrain.comm.base import Comm, Handle, kept_for_stream
 from hvdtrain.comm.torch_group import TorchComm
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
+from hvdtrain.data.tree import Positions
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.exchange.in_order import PassSums
 from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.plan.collectives import AT_ONCE
 from hvdtrain.spans import GATHER, Spans
@@ -42,6 +44,8 @@ class FsdpCollectives:
         coding: None to send values as they are.
         spans: records the waits for parameters in a step.
         copied: whether torch copies each sum at once, to the memory of the host: then it is waited for.
+        in_order: whether gradients are added in the order of micro-batches, at the end of a step. Until then the sums
+            that torch gets have no values.
 
     Attributes:
         parameter_names: names of the parameters in each collective, by its name.
@@ -49,8 +53,13 @@ class FsdpCollectives:
         on_sum: called with the name of a module when a sum of its gradients has arrived.
     """
 
-    def __init__(self, comm: Comm, coding: Coding | None, spans: Spans, *, copied: bool = False) -> None:
+    def __init__(
+        self, comm: Comm, coding: Coding | None, spans: Spans, *, copied: bool = False, in_order: bool = False
+    ) -> None:
         self._comm, self._coding, self._spans, self._copied = comm, coding, spans, copied
+        self._in_order, self._sums = in_order, dict[str, PassSums]()  # by module
+        self._of_pass: dict[str, Tensor] = {}  # what the ranks have sent in this pass, by module
+        self._totals: dict[str, Tensor] = {}  # the memory of the sums that torch has got last, by module
         self._is_step = False
         self._running: deque[_Running] = deque()
         self._summed: dict[str, int] = {}  # the memory of each sum of this pass, by module
@@ -66,6 +75,7 @@ class FsdpCollectives:
         `names` are those of the parameters of each; `comms`: the ranks that divide it, if they are others. Where that
         is one rank, torch calls no collective.
         """
+        self._modules = [name for name in modules if names[name]]
         for name, module in modules.items():
             comm = comms.get(name, self._comm)
             if comm.size == 1:
@@ -77,9 +87,14 @@ class FsdpCollectives:
                 self.parameter_names |= {f"{kind}/{name}": names[name] for kind in ("parameters", "gradients")}
         prefetch_in_order(modules)
 
-    def begin(self) -> None:
-        """Start a step."""
+    def begin(self, positions: Positions | None = None, passes: int = 0) -> None:
+        """Start a step; without positions, all ranks have `passes` micro-batches."""
         self._is_step = True
+        if self._in_order:
+            positions = positions or Positions.equal(passes, self._comm.size, in_turn=True)
+            self._sums = {module: PassSums(positions) for module in self._modules}
+            self._of_pass.clear()
+            self._totals.clear()
 
     def begin_pass(self) -> None:
         """Start a backward pass."""
@@ -87,12 +102,21 @@ class FsdpCollectives:
 
     def finish_pass(self) -> None:
         """Wait for all sums of the pass. Collective: yes."""
+        self._wait()
+        for module, sums in self._sums.items():
+            sums.add(self._of_pass.pop(module, None))
+
+    def _wait(self) -> None:
         while self._running:
             self._running.popleft().finish()
 
     def finish(self) -> None:
-        """End a step."""
+        """End a step: all sums have their values."""
         self._is_step = False
+        for module, sums in self._sums.items():
+            if (total := sums.total) is not None:
+                self._totals[module].copy_(total)
+        self._sums = {}
 
     def has_summed(self, gradient: Tensor) -> bool:
         """Return whether a gradient is a view of a sum of this pass, or a copy of one."""
@@ -119,17 +143,23 @@ class FsdpCollectives:
         """
         is_another = module in self._summed  # it ran several times: FSDP adds this sum to the first, now
         if is_another:
-            self.finish_pass()
+            self._wait()
         while len(self._running) >= AT_ONCE or (self._running and self._running[0].done()):
             self._running.popleft().finish()
         coding, shards = self._coding, given.view(comm.size, -1)
         # Horovod cannot sum bfloat16 (horovod/horovod#4047).
-        values = shards.float() if coding is not None or shards.dtype == torch.bfloat16 else shards
+        is_short = shards.dtype == torch.bfloat16 or (self._in_order and shards.dtype == torch.float16)
+        values = shards.float() if coding is not None or is_short else shards
         sent = values if coding is None else coding.encode(values)
-        start = comm.reducescatter if coding is None else comm.alltoall
+        start = comm.reducescatter if coding is None and not self._in_order else comm.alltoall
+        if self._in_order and not is_another:
+            self._totals[module] = out.view(-1)
 
         def write(received: Tensor) -> None:
-            if coding is None:
+            if self._in_order:
+                before = self._of_pass.get(module)
+                self._of_pass[module] = received if before is None else before.add_(received)
+            elif coding is None:
                 out.copy_(received.view(-1))
             elif out.dtype == torch.float32:
                 coding.sum(received, out)
@@ -141,7 +171,7 @@ class FsdpCollectives:
         self._running.append(_Running(start(sent, name=f"gradients/{module}"), sent, write))
         self._summed.setdefault(module, out.untyped_storage().data_ptr())
         if is_another or self._copied:
-            self.finish_pass()
+            self._wait()
 
     def _span(self) -> AbstractContextManager[object]:
         return self._spans(GATHER) if self._is_step else nullcontext()
@@ -239,7 +269,8 @@ def make_collectives(parts: EngineParts) -> FsdpCollectives | None:
     """Return the collectives by our communicator; None where torch's are used: uncompressed on GPUs or by torchrun."""
     device, chosen = parts.device, parse(parts.plan.compression)
     coding = chosen.load_coding(device)
-    if coding is None and (device.type != "cpu" or isinstance(parts.comm, TorchComm)):
+    in_order = parts.plan.bits
+    if coding is None and not in_order and (device.type != "cpu" or isinstance(parts.comm, TorchComm)):
         return None
     prepare_exchange(chosen, parts.comm, parts.variables)
-    return FsdpCollectives(parts.comm, coding, parts.spans or Spans(), copied=parts.plan.offload)
+    return FsdpCollectives(parts.comm, coding, parts.spans or Spans(), copied=parts.plan.offload, in_order=in_order)

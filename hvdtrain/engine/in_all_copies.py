@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.compression.table import Compression, parse
-from hvdtrain.engine.sums import Sums
+from hvdtrain.engine.sums import Sums, norm_in_order
+from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.reducer import Reducer
 
 
@@ -20,6 +21,7 @@ class InAllCopies(Sums):
         compression: its name.
         undecided: whether `set_compression` chooses one later.
         resolve: returns the compression of a name, as this job uses it.
+        leaves: add the passes in the order of their positions; None to let autograd add them.
     """
 
     def __init__(
@@ -29,7 +31,9 @@ class InAllCopies(Sums):
         *,
         undecided: bool = False,
         resolve: Callable[[str], Compression] = parse,
+        leaves: Leaves | None = None,
     ) -> None:
+        self._leaves = leaves
         self.reducer, self.compression, self.undecided, self.resolve = reducer, compression, undecided, resolve
         self.residuals = reducer
 
@@ -43,12 +47,16 @@ class InAllCopies(Sums):
     def begin(self) -> None:
         """Start a step; each rank has its own number of backward passes."""
         self.reducer.begin()
+        if self._leaves is not None:
+            self._leaves.begin(self.positions, self.schedule.left)
 
     def backward(self, call: Callable[[], None]) -> None:
         """Run a backward pass; in the last one, exchange each bucket as soon as it is full."""
         if not self.schedule.left:
             self.reducer.collect()
         call()
+        if self._leaves is not None and self.schedule.left:
+            self._leaves.take(self.reducer.named)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""
@@ -56,7 +64,13 @@ class InAllCopies(Sums):
 
     def unused(self) -> list[bool]:
         """Return for each parameter whether it has no gradient."""
-        return self.reducer.unused()
+        used = self._leaves.used if self._leaves is not None else ()
+        named = zip(self.reducer.unused(), self.reducer.named, strict=True)
+        return [unused and name not in used for unused, (name, _) in named]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the sums."""
+        return super().norm(gradients) if self._leaves is None else norm_in_order(p for _, p in self.reducer.named)
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of parameters that no rank has used."""

@@ -22,6 +22,7 @@ from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.parts import EngineParts, named_parameters
 from hvdtrain.engine.refusals import refuse
 from hvdtrain.errors import ETC, LaunchError, listed
+from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.plan.plan import AUTO, Plan
@@ -55,7 +56,7 @@ def make_engine(
     refuse(parts)
     is_whole = plan.shard == "none" and not plan.dimensions.divides_model
     if comm.size == 1 and is_whole and (plan.compression in ("none", AUTO) or plan.engine != "horovod"):
-        return Engine(optimizer, OneRank(parts.optimized))
+        return Engine(optimizer, OneRank(parts.optimized, Leaves(comm) if plan.bits else None))
     module, name = _MAKERS[plan.engine, not is_whole, plan.dimensions.divides_model]
     engine: Engine = getattr(import_module(f"hvdtrain.engine.{module}"), name)(parts)
     return engine
@@ -83,8 +84,9 @@ def make_exchange(parts: EngineParts) -> Engine:
     resolve = partial(resolve_compression, device=parts.device, variables=variables)
     chosen = resolve(first)
     bucket_bytes = prepare_exchange(chosen, comm, variables, parts.plan.bucket_mib)
-    reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans)
-    sums = InAllCopies(reducer, first, undecided=parts.plan.compression == AUTO, resolve=resolve)
+    leaves = Leaves(comm) if parts.plan.bits else None
+    reducer = Reducer(trained, comm, chosen, bucket_bytes=bucket_bytes, spans=parts.spans, leaves=leaves)
+    sums = InAllCopies(reducer, first, undecided=parts.plan.compression == AUTO, resolve=resolve, leaves=leaves)
     return Engine(parts.optimizer, sums)
 
 

@@ -206,7 +206,6 @@ def make_mesh_engine(parts: EngineParts) -> Engine:
     overlaps = not waits or not by_nccl_of_horovod(parts.comm, parts.device)
     if parts.plan.dimensions.pp == 1:
         return Engine(parts.optimizer, AmongCopies(parts, Cuts(parts), overlaps=overlaps))
-    spans = parts.spans or Spans()
-    stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, spans)
+    stage = Stage(parts.model, parts.comm, parts.plan.dimensions, parts.device, parts.spans)
     sums = AmongCopies(parts, Cuts(parts, stage.place), overlaps=overlaps)
-    return Engine(parts.optimizer, sums, PipelineSchedule(stage, spans))
+    return Engine(parts.optimizer, sums, PipelineSchedule(stage))

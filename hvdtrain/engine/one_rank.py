@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hvdtrain.engine.sums import Sums
+from hvdtrain.engine.sums import Sums, norm_in_order
 from hvdtrain.exchange.active_buckets import DetachedState
 from hvdtrain.exchange.buckets import as_gradient
+from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.residuals import Residuals, residual_key
 
 
@@ -18,10 +19,11 @@ class OneRank(Sums, Residuals):
 
     Args:
         optimized: returns the optimizer's parameters with their names; called before each step.
+        leaves: add the passes in the order of their positions; None to let autograd add them.
     """
 
-    def __init__(self, optimized: Callable[[], list[tuple[str, nn.Parameter]]]) -> None:
-        self.residuals = self
+    def __init__(self, optimized: Callable[[], list[tuple[str, nn.Parameter]]], leaves: Leaves | None = None) -> None:
+        self.residuals, self._leaves = self, leaves
         self._optimized, self._parameters = optimized, optimized()
         self._residuals = DetachedState({}, 1)
         self._delivered: list[str] = []
@@ -31,8 +33,25 @@ class OneRank(Sums, Residuals):
         """Look for parameters that were added. Errors: TaskError: one is from outside the model."""
         self._parameters = self._optimized()
 
+    def begin(self) -> None:
+        """Start a step."""
+        if self._leaves is not None:
+            self._leaves.begin(self.positions, self.schedule.left)
+
+    def backward(self, call: Callable[[], None]) -> None:
+        """Run a backward pass."""
+        call()
+        if self._leaves is not None:
+            self._leaves.take(self._parameters)
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm of the gradients."""
+        return super().norm(gradients) if self._leaves is None else norm_in_order(p for _, p in self._parameters)
+
     def finish(self) -> list[Tensor]:
         """Add the residuals to the gradients."""
+        if self._leaves is not None:
+            self._leaves.give(self._parameters)
         self._delivered = []
         gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
         if not self._residuals.tensors and not [gradient for gradient in gradients if gradient.is_sparse]:

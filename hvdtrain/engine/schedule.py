@@ -9,10 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hvdtrain.engine.stages import EndOfStage, Pass
-from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 
 if TYPE_CHECKING:
@@ -52,14 +51,10 @@ class Schedule:
         """Return what runs the backward pass of a loss."""
         return partial(torch.autograd.backward, loss)
 
-    def run(self, passes: Passes, pass_back: Callable[[Callable[[], None]], None]) -> None:
-        """Run the passes of a step. `pass_back` runs a backward pass that no function of `passes` returns."""
+    def run(self, passes: Passes) -> None:
+        """Run the passes of a step."""
         for forward in passes:
             forward()()
-
-    def awaits(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter gets a further gradient in a pass of its own."""
-        return False
 
     def close(self) -> None:
         """Remove all hooks from the model."""
@@ -68,10 +63,9 @@ class Schedule:
 class PipelineSchedule(Schedule):
     """The passes of a stage, each once for each of its virtual stages."""
 
-    def __init__(self, stage: Stage, spans: Spans) -> None:
+    def __init__(self, stage: Stage) -> None:
         super().__init__()
         self.stage: Stage = stage
-        self._spans = spans
 
     def forward(self, call: Callable[[], Any]) -> None:
         """Let the stage expect what comes from the one before."""
@@ -81,35 +75,27 @@ class PipelineSchedule(Schedule):
         """Return what runs this rank's part of a backward pass. Collective: yes."""
         return partial(self.stage.backward, loss)
 
-    def run(self, passes: Passes, pass_back: Callable[[Callable[[], None]], None]) -> None:
+    def run(self, passes: Passes) -> None:
         """Run the passes in the order of the stage. Collective: yes."""
         stage, following = self.stage, iter(passes)
         # Passes of each virtual stage: with the last ones, its gradients are complete.
-        left = {kind: [self.left] * stage.chunks for kind in (Pass.BACKWARD, Pass.WEIGHTS)}
+        left = [self.left] * stage.chunks
         forwards: dict[int, Callable[[], Callable[[], None]]] = {}
         backwards: dict[tuple[int, int], Callable[[], None]] = {}
         try:
             for kind, number, chunk in stage.order(self.left):
-                stage.use(chunk, number, backward=kind is Pass.BACKWARD)
+                stage.use(chunk, number)
                 if kind is Pass.FORWARD:
                     if not chunk:
                         forwards[number] = next(following)
                     last = chunk + 1 == stage.chunks
                     backwards[number, chunk] = (forwards.pop(number) if last else forwards[number])()
                     continue
-                self.left = left[kind][chunk]
-                left[kind][chunk] -= 1
-                if kind is Pass.BACKWARD:
-                    backwards.pop((number, chunk))()
-                elif stage.deferred:
-                    with self._spans("backward"):
-                        pass_back(stage.deferred.compute)
+                self.left = left[chunk]
+                left[chunk] -= 1
+                backwards.pop((number, chunk))()
         finally:
             stage.use(None)
-
-    def awaits(self, parameter: nn.Parameter) -> bool:
-        """Return whether a product for it was put off (`--parallel.zero_bubble`)."""
-        return bool(self.stage.deferred and self.stage.deferred.awaits(parameter))
 
     def close(self) -> None:
         """Remove the hooks of the stage."""

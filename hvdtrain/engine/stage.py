@@ -25,7 +25,6 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import stage_blocks
-from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sequence import dropout_of
@@ -47,7 +46,6 @@ class Stage:
         chunks: number of virtual stages of a rank; 1 without them.
         chunk: the one that is running, from 0; None outside of a step.
         on_start, on_end: called before and after each function of the task.
-        deferred: gradients of weights, which have passes of their own; None without `--parallel.zero_bubble`.
         device: of the blocks.
 
     Errors: ConfigError: the model cannot be divided into stages.
@@ -79,7 +77,6 @@ class Stage:
             for use in uses
         }
         self._passes: dict[tuple[int, int], dict[str, Tensor]] = {}  # under way, by micro-batch and virtual stage
-        self.deferred = DeferredGradients(blocks) if dimensions.zero_bubble else None
         self._dry: float | None = None  # value of embeddings in a dry pass; None in others
         self._others: list[Tensor] = []
         self.device = device
@@ -142,13 +139,11 @@ class Stage:
 
     def order(self, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
         """Return `order_of_passes` of this rank."""
-        return order_of_passes(self._number, self._count, self.chunks, micro_batches, deferred=bool(self.deferred))
+        return order_of_passes(self._number, self._count, self.chunks, micro_batches)
 
-    def use(self, chunk: int | None, micro_batch: int = 0, *, backward: bool = False) -> None:
+    def use(self, chunk: int | None, micro_batch: int = 0) -> None:
         """Let the next pass be that of a virtual stage; None outside of a step."""
         self.chunk, self._pass = chunk, (micro_batch, chunk or 0)
-        if self.deferred:
-            self.deferred.use(None if chunk is None else self._pass, backward=backward)
         self._first, self._end = self._blocks[chunk or 0]
 
     def start(self) -> None:

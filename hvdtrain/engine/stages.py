@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -22,34 +21,17 @@ class Pass(Enum):
     """What a rank of a pipeline computes at a time, of a micro-batch and a virtual stage."""
 
     FORWARD = "forward"
-    BACKWARD = "backward"  # without what `WEIGHTS` has, if that is deferred
-    WEIGHTS = "weights"
+    BACKWARD = "backward"
 
 
-def order_of_passes(
-    stage: int, stages: int, chunks: int, micro_batches: int, *, deferred: bool = False
-) -> Iterator[tuple[Pass, int, int]]:
+def order_of_passes(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
     """Yield the passes of a rank, with the micro-batch and the virtual stage, from 0.
 
     1F1B: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv:2006.09503; with several virtual
     stages interleaved: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM, arXiv:2104.04473, section 2.2. That needs a multiple of `stages` micro-batches; with others, all
     forward passes come first. Interleaved, twice as many are ahead as stages follow: transfers run meanwhile.
-
-    `deferred`: the gradients of weights have passes of their own. Each stage defers as many of them as stages are
-    before it, so that no rank keeps more micro-batches than the first one: ZB-H1 of arXiv:2401.10241.
     """
-    left: deque[tuple[int, int]] = deque()
-    for kind, number, chunk in _forward_and_backward(stage, stages, chunks, micro_batches):
-        yield kind, number, chunk
-        if deferred and kind is Pass.BACKWARD:
-            left.append((number, chunk))
-            if len(left) > stage:
-                yield Pass.WEIGHTS, *left.popleft()
-    yield from ((Pass.WEIGHTS, *each) for each in left)
-
-
-def _forward_and_backward(stage: int, stages: int, chunks: int, micro_batches: int) -> Iterator[tuple[Pass, int, int]]:
     groups = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
     forwards = [(number, chunk) for group in groups for chunk in range(chunks) for number in group]
     backwards = [(number, chunk) for group in groups for chunk in reversed(range(chunks)) for number in group]

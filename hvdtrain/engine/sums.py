@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from hvdtrain.data.tree import Positions
 from hvdtrain.engine.schedule import Schedule
-from hvdtrain.exchange.norms import norm, squared_norm
+from hvdtrain.exchange.norms import norm, squared_norm, squares_by_row
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.state.exchange_state import Owned
 
@@ -21,6 +22,7 @@ class Sums:
 
     Attributes:
         schedule: of the engine, which sets it: how many passes of the step have begun, and are left.
+        positions: of the micro-batches of the step, set before it begins where the order of sums follows from them.
         compression: of the exchange.
         undecided: whether it will be chosen later.
         residuals: what the exchange remembers.
@@ -28,6 +30,7 @@ class Sums:
     """
 
     schedule: Schedule
+    positions: Positions | None = None
     compression: str = "none"
     undecided: bool = False
     residuals: Residuals = Residuals()
@@ -95,3 +98,9 @@ class Sums:
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
+
+
+def norm_in_order(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of the gradients of parameters that this rank has; its bits depend on nothing else."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return norm(squares_by_row([parameter.grad for parameter in trained], trained).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.backward_passes import second_gradient
 from hvdtrain.exchange.bucket import Bucket, DenseBucket, SideStream
 from hvdtrain.exchange.buckets import Layout, lay_out
+from hvdtrain.exchange.in_order import InOrder, Leaves
 from hvdtrain.exchange.rows import RowBucket, SparseBucket
 from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import EXCHANGE, Spans
@@ -162,15 +164,16 @@ class BucketExchange(BucketQueue):
         spans: Spans,
         *,
         as_views: bool,
+        leaves: Leaves | None = None,
     ) -> None:
         self.plan = plan
-        make = compression.load()
+        make = compression.load() if leaves is None else partial(InOrder, leaves=leaves)
 
         def bucket(layout: Layout) -> Bucket:
             first = layout.shape.parts[0].name
             if first in plan.sparse:
                 return SparseBucket(layout, factor, comm, as_views=as_views)
-            rows = plan.rows.get(first)
+            rows = plan.rows.get(first) if leaves is None else None
             if rows and compression.leaves_to_rows(layout.shape.sizes, rows, comm.size):
                 return RowBucket(layout, factor, comm, exact=compression.exact_rows, as_views=as_views)
             return DenseBucket(layout, factor, make(layout.shape, comm), as_views=as_views)

@@ -33,6 +33,28 @@ def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | 
     return torch.stack(norms).double().square_().sum()
 
 
+def squares_by_row(gradients: Iterable[Tensor | None], parameters: Iterable[Tensor]) -> Tensor:
+    """Return the squared norm of each row (of dimension 0) of gradients: (rows,) of float64, 0 where there is none.
+
+    The bits of a row depend on nothing but its elements. So does their sum in this order, on any number of ranks, if
+    each rank has the rows of some parameters, and zeros for the others.
+    """
+    found = [
+        torch.zeros(len(parameter) if parameter.dim() else 1, dtype=torch.float64, device=parameter.device)
+        if gradient is None
+        else _row_norms(gradient)
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+    ]
+    return torch.cat(found).square_() if found else torch.zeros(0, dtype=torch.float64)
+
+
 def norm(squared: Tensor) -> Tensor:
     """Return the norm from its square, rounded to fp32, which hides the order of the sum."""
     return squared.sqrt().float()
+
+
+def _row_norms(gradient: Tensor) -> Tensor:
+    rows = gradient.unsqueeze(-1).flatten(1) if gradient.dim() else gradient.reshape(1, 1)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
+    return norms.double()

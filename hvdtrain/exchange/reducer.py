@@ -19,6 +19,7 @@ from hvdtrain.exchange.agreement import agree_on_plan
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Named, assign_buckets, sizes_of
+from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.residuals import leave_out, residual_key
 from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import Spans
@@ -51,6 +52,7 @@ class Reducer(ActiveBuckets):
             end of the exchange. Otherwise a gradient stays the same tensor, and changing it meanwhile is an error.
         name: prefix of the collectives' names.
         spans: records each exchange, from its start until it was waited for.
+        leaves: gradients of the passes before the last one, for sums in one order.
 
     Attributes:
         before: called with the first gradient of a step, or before its exchange if there is none.
@@ -73,8 +75,10 @@ class Reducer(ActiveBuckets):
         as_views: bool = True,
         name: str = "gradients",
         spans: Spans | None = None,
+        leaves: Leaves | None = None,
     ) -> None:
         super().__init__(comm.size)
+        self._leaves = leaves
         self._parameters = parameters
         self._comm = comm
         self._compression = compression or parse("none")
@@ -182,6 +186,11 @@ class Reducer(ActiveBuckets):
         return self._comm.size == 1 and self._passes.count > 0
 
     @property
+    def named(self) -> Named:
+        """The parameters that it exchanges, with their names."""
+        return self._known
+
+    @property
     def begun(self) -> bool:
         """Whether the last pass of this step has finished a gradient."""
         return bool(self._finished)
@@ -274,4 +283,5 @@ class Reducer(ActiveBuckets):
             self._name,
             self._spans,
             as_views=self._as_views,
+            leaves=self._leaves,
         )

@@ -67,10 +67,10 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         Those of a job's start.
     """
     dimensions = plan_of(run.config).dimensions
-    if dimensions.pp > 1 and run.config.train.micro_batch != "auto":
+    if dimensions.pp > 1:
         dimensions.check(ranks)
         train = run.config.train
-        passes = count_micro_batches([(0, train.global_batch)], train.pass_samples)
+        passes = count_micro_batches([(0, train.global_batch)], train.micro_batch)
         dimensions.check_passes(ranks, passes)
         stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
         sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
@@ -98,11 +98,6 @@ def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0
             expected="ranks that exchange in every step",
             next_step="predict --parallel.sync every_step; workers need in addition, for each that a rank serves, the"
             " parameters and the state of the optimizer, and once the parameters and the outer momentum",
-        )
-    if run.config.train.micro_batch == "auto":
-        raise ConfigError(
-            "the memory of --train.micro_batch auto is what the device has",
-            next_step="set a number, or the memory of the device: --gib 80",
         )
     run = replace(run, config=replace(run.config, train=replace(run.config.train, compile=False)))
     with warnings.catch_warnings():
@@ -162,7 +157,7 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     data = worker.task.train_data
     plan = worker.plan
     place, places, _ = plan.dimensions.samples(comm.rank, comm.size)
-    stream = Stream(data, run.config.seed, train.global_batch, train.pass_samples, place, places)
+    stream = Stream(data, run.config.seed, train.global_batch, train.micro_batch, place, places)
     # Micro-batches with which memory is largest; FSDP gathers some parameters in vain where passes take turns.
     is_more = plan.dimensions.virtual_stages > 1 or plan.engine == "fsdp"
     under_way = plan.dimensions.pp * (2 if is_more else 1)

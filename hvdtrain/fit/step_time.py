@@ -36,9 +36,7 @@ class StepTimes:
     @staticmethod
     def of_run(path: Path, bandwidth_gbit: float | None, ranks_per_host: int | None) -> StepTimes:
         """Read a run. Errors: DataError if it lacks a measurement; ConfigError."""
-        evidence, config = read_evidence(path), RunLayout(path).read_config()
-        config["train"]["micro_batch"] = evidence.job.micro_batch  # auto has found it
-        return StepTimes(path, evidence, config, bandwidth_gbit, ranks_per_host)
+        return StepTimes(path, read_evidence(path), RunLayout(path).read_config(), bandwidth_gbit, ranks_per_host)
 
     def predict(self, run: RunConfig, ranks: int) -> Prediction:
         """Return the step of a job of `ranks`.

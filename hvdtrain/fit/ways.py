@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
 from typing import TYPE_CHECKING
 
+from hvdtrain.data.order import micro_batches
 from hvdtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 _MOST = {"ep": 64, "tp": 8, "cp": 8, "pp": 8}
 """Ranks that divide experts, matrices, sequences or layers in the meshes that are tried, in this order."""
+_UNEVEN = 1.25
+"""How many samples a rank may have, as a multiple of an even share."""
 _FSDP = "fsdp"
 """The end of a mesh with `--parallel.engine fsdp`."""
 
@@ -59,6 +62,17 @@ class Way:
 def fits_in(memory: Memory, gib: float | None) -> bool:
     """Return whether the tensors fit in the memory of a device; in None, all do."""
     return gib is None or memory.peak <= gib * GIB
+
+
+def sizes_to_try(global_batch: int, ranks: int) -> list[int]:
+    """Return micro-batches, powers of two, ascending, that divide the work evenly: see `_UNEVEN`. 1 is among them."""
+    share = -(-global_batch // ranks)
+    powers = takewhile(lambda size: size <= share, (1 << n for n in range(32)))
+
+    def busiest(size: int) -> int:
+        return sum(batch.stop - batch.start for batch in micro_batches([(0, global_batch)], size, 0, ranks))
+
+    return [size for size in powers if size == 1 or busiest(size) <= _UNEVEN * global_batch / ranks]
 
 
 def shard_options(shard: str) -> tuple[str, ...]:

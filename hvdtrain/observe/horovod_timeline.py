@@ -19,7 +19,6 @@ from hvdtrain.config.windows import Window
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.observe.span_trace import free_path
 from hvdtrain.run_layout import TimelineLayout
-from hvdtrain.runtime.threads import SpinningThread
 
 _OPEN = "on"
 """Replaces the last step in the name of a file while it is unknown."""
@@ -34,14 +33,10 @@ class HorovodTimeline:
     every collective of these steps and none of later ones. They wait in broadcasts ``timeline/...`` and may begin these
     early: only the negotiation of these broadcasts may lack its beginning or end. Work between the last step of the
     window and the next step, such as an evaluation, is in the file too.
-
-    Opening and closing wait for the writer thread, which Horovod polls every millisecond. A busy-waiting writer gets
-    idle priority while it has nothing to do, but only then: on busy cores it delays opening and Horovod's shutdown.
     """
 
     comm: Comm
     recording: TimelineComm | None  # starts and ends the Timeline; None on ranks other than 0
-    writer: SpinningThread | None  # Horovod's, if it busy-waits while Horovod runs; None on ranks other than 0
     window: Window  # the same on all ranks
     folder: Path
     warn: Callable[[str], None]  # called once if the Timeline cannot be recorded; training continues
@@ -49,9 +44,6 @@ class HorovodTimeline:
     _path: Path | None = None
     _first: int = 0
     _named_last: int | None = None
-
-    def __post_init__(self) -> None:
-        self._rest(for_good=False)
 
     def begin_step(self, step: int) -> None:
         """Open the window at its first step, close it after its last step. Collective: yes."""
@@ -61,7 +53,6 @@ class HorovodTimeline:
         elif self._state != "over" and self.window.is_over(step):
             self._state = "over"
             on_rank_0(self.comm, self._stop, name="timeline/close")
-            self._rest(for_good=True)
 
     def record(self, window: Window) -> None:
         """Record later steps, or end the open window with the last of these steps. Replaces a window that waits."""
@@ -71,10 +62,8 @@ class HorovodTimeline:
             self._state, self.window = "before", window
 
     def close(self) -> None:
-        """Close the window if it is open, and prepare the writer thread for Horovod's shutdown."""
+        """Close the window if it is open."""
         self._stop()
-        if self.writer is not None:
-            self.writer.restore_priority()
 
     def _start(self, step: int) -> None:
         if self.recording is None:
@@ -84,8 +73,6 @@ class HorovodTimeline:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = free_path(self._named(step, self.window.last))
             path.open("xb").close()  # Horovod reports a file that cannot be opened only in its log
-            if self.writer is not None:
-                self.writer.restore_priority()
             try:
                 self.recording.start_timeline(path)
             except HvdtrainError:
@@ -109,10 +96,6 @@ class HorovodTimeline:
 
     def _named(self, first: int, last: int | None) -> Path:
         return TimelineLayout(self.folder).horovod(first, _OPEN if last is None else last)
-
-    def _rest(self, *, for_good: bool) -> None:
-        if self.writer is not None:
-            self.writer.lower_priority(for_good=for_good)
 
 
 def _check(path: Path) -> None:

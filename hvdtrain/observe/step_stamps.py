@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.observe.clocks import LATER, Clocks
@@ -21,22 +20,6 @@ _PATIENCE_S = 10.0
 _PATIENCE_WHEN_FAILED_S = 1.0
 
 
-class Experts(Protocol):
-    """Observes the routers of a mixture of experts."""
-
-    def begin(self) -> None:
-        """Observe the next step."""
-
-    def end(self) -> None:
-        """Stop observing."""
-
-    def pop_share(self) -> float:
-        """Return the share of tokens of the busiest expert in the last observed step; NaN if unknown."""
-
-    def close(self) -> None:
-        """Restore the model, also within an observed step."""
-
-
 @dataclass
 class StepStamps:
     """Gathers each block of steps to rank 0 by one asynchronous allgather, started one step after the block.
@@ -49,10 +32,11 @@ class StepStamps:
     spans: Spans
     clocks: Clocks
     causes: HostLoad
-    experts: Experts | None  # None for a model without experts
     started_at: int  # the step before the first one
     stop: int  # the last step
     writer: Background | None  # puts messages of all ranks into a `stamps.StepFile`; None on ranks other than 0
+    expert_share: Callable[[], float] = lambda: math.nan
+    """Returns the largest share that an expert got in the step after its last call; NaN if unknown."""
     _facts: list[float] = field(default_factory=list)
     _handle: Handle | None = None
     _probing: bool = False
@@ -72,14 +56,9 @@ class StepStamps:
         self._next = step + (1 if number == 0 else BLOCK - number)
         if number == 0:
             self._read_facts()
-            if self.experts is not None and self._is_gathered(block):
-                self.experts.begin()
-        elif number == 1:
-            if self.experts is not None:
-                self.experts.end()
-            # One step late, because device spans of the block's last step may not be known earlier.
-            if block and self._is_gathered(block - 1):
-                self._gather(step - 1 - BLOCK, BLOCK, self._facts)
+        # One step late, because device spans of the block's last step may not be known earlier.
+        elif number == 1 and block and self._is_gathered(block - 1):
+            self._gather(step - 1 - BLOCK, BLOCK, self._facts)
 
     def _is_gathered(self, block: int) -> bool:
         return is_gathered(block, self.comm.size, self.stop - self.started_at)
@@ -101,15 +80,12 @@ class StepStamps:
 
     def close(self) -> None:
         """Stop gathering; write the received blocks."""
-        if self.experts is not None:
-            self.experts.close()
         self.causes.close()
         if self.writer is not None:
             self.writer.close(_PATIENCE_WHEN_FAILED_S)
 
     def _read_facts(self) -> list[float]:
-        share = math.nan if self.experts is None else self.experts.pop_share()
-        self._facts = [*self.causes.read(), share]
+        self._facts = [*self.causes.read(), self.expert_share()]
         return self._facts
 
     def _gather(self, first: int, count: int, facts: Sequence[float]) -> None:

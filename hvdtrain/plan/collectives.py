@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.compression.sizes import ITEM_BYTES, Bucket, packed, plain, shard_bucket_bytes
 from hvdtrain.compression.table import Compression, parse, parse_outer
 from hvdtrain.config.sync import OuterPlan
+from hvdtrain.data.tree import nodes_of
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.buckets import Sizes, are_few, assign
 from hvdtrain.plan.gradients import Gradient, finished
@@ -131,11 +132,30 @@ def exchanged(
 def sums(plan: Plan, bucket: PlannedBucket, ranks: Ranks, compression: Compression) -> list[tuple[str, float]]:
     """Return kind and bytes of each collective that sums a bucket once, in order."""
     size = plan.summing(ranks, bucket.summed_by).size
+    if plan.bits:
+        item = 4 / min(4, ITEM_BYTES[bucket.shape.dtype])  # 16 bits are sent as fp32
+        own = [("allgather", item * bucket.nbytes / size)] if plan.shard == "none" else []
+        return [("alltoall", item * bucket.nbytes * most_nodes(plan, size)), *own]
     if plan.shard == "none":
         return bucket.collectives(compression, size)
     if compression.exact:
         return [("reducescatter", float(plain(bucket.shape, size, 0)["allreduce"]))]
     return [("alltoall", _coded(bucket, size, compression)["alltoall"])]
+
+
+def most_nodes(plan: Plan, ranks: int) -> int:
+    """Return how many sums of its micro-batches a rank sends, at most, where all are added in one order."""
+    from hvdtrain.data.order import rank_share  # which imports numpy
+
+    count = plan.micro_batches
+    if plan.sums_each_pass or not count:
+        return 1
+    return max(len(nodes_of(rank_share(count, rank, ranks), count)) for rank in range(ranks))
+
+
+def share_in_order(plan: Plan, ranks: int) -> float:
+    """Return the bytes that a rank sends if all is added in one order, over those of an fp32 exchange."""
+    return (1 + most_nodes(plan, ranks)) / 2 if plan.bits and ranks > 1 else 1.0
 
 
 def _coded(bucket: PlannedBucket, ranks: int, compression: Compression) -> dict[str, float]:
@@ -156,7 +176,7 @@ def buckets(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, compression
     if plan.engine == "fsdp":
         return [lay_out(unit) for unit in fsdp_units(order)]
     is_whole = plan.shard == "none"  # else buckets have the reverse of the model's order, and no rows
-    counts = {g.name: g.rows * ranks.size for g in order if g.rows and is_whole and not divided}
+    counts = {g.name: g.rows * ranks.size for g in order if g.rows and is_whole and not (divided or plan.bits)}
     rows = {name: count for name, count in counts.items() if are_few(count, by_name[name].shape[0])}
     sizes: Sizes = {g.name: (g.nbytes, (g.dtype, g.summed_by)) for g in by_name.values()}
     made = assign(sizes, limit, [g.name for g in order if is_whole and g.ready_s is not None], rows=rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.comm.dimensions import IN_GROUP
+from hvdtrain.plan.collectives import share_in_order
 from hvdtrain.plan.plan import BF16_WEIGHTS, Plan
 
 
@@ -77,8 +78,21 @@ def _gradients(plan: Plan, ranks: int) -> str:
     where = "at the owners of rows" if plan.shard != "none" else _AMONG[plan.dimensions.divides_model]
     when = "after each pass" if plan.sums_each_pass and plan.dp_shard is None else "once a step"
     how = "" if plan.compression == "none" else f", in {plan.compression}"
+    if plan.bits:
+        how = ", in one order: the same bits on any number of ranks" + more_bytes(plan, ranks)
     by = {"horovod": "", "ddp": ", by DDP", "fsdp": ", by FSDP"}[plan.engine]
     return f"summed {where} {when}, while backward runs{how}{by}"
+
+
+def more_bytes(plan: Plan, ranks: int) -> str:
+    """Return what sums in one order send more than fp32 sums, as an end of a sentence; "" if they do not."""
+    share = share_in_order(plan, ranks)
+    if share <= 1:
+        return ""
+    return (
+        f"; a rank sends up to {share:.2g} times the bytes of an fp32 exchange, and the same if the number of ranks is"
+        " a power of two that divides the micro-batches of a step, or with --parallel.shard gradients"
+    )
 
 
 def _changes(plan: Plan) -> str:

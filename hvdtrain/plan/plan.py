@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hvdtrain.comm.dimensions import ONE, Dimensions
 from hvdtrain.comm.mesh import mesh_groups
 from hvdtrain.compression.table import Compression, parse
-from hvdtrain.config.schema import AUTO as SIZE_AUTO
 from hvdtrain.config.schema import Config
 from hvdtrain.config.sync import OuterPlan, outer_plan
 
@@ -20,6 +19,9 @@ ENGINES = ("horovod", "ddp", "fsdp")
 
 AUTO = "auto"
 """Option value: choose the compression that pays, in the first steps."""
+
+BITS = "bits"
+"""Option value of what is reproducible: every bit, on any number of ranks."""
 
 BF16_WEIGHTS = "bf16-weights"
 """Option value of the precision: forward and backward get bf16 copies of the fp32 parameters that are updated."""
@@ -59,10 +61,11 @@ class Plan:
     outer: OuterPlan | None = None  # of workers that train apart; None if ranks exchange in each step
     balance: str = "equal"  # how micro-batches are divided among ranks
     buffers: str = "mean"  # what becomes of persistent buffers that differ
-    finds_micro_batch: bool = False  # whether the size of a micro-batch is found at the start
     compiled: bool = False  # whether blocks are compiled
     averaged: bool = False  # whether an average of the parameters is kept
     elastic: bool = False  # whether ranks may join and leave
+    bits: bool = False  # whether sums have the same bits on any number of ranks
+    micro_batches: int = 0  # of a step over all ranks; 0 until their size is known
 
     @property
     def by_horovod(self) -> bool:
@@ -100,6 +103,11 @@ class Plan:
         """Whether gradients are summed in each pass, so that a rank never holds all of them."""
         return self.shard in ("gradients", "parameters")
 
+    @property
+    def deals_in_turn(self) -> bool:
+        """Whether neighbouring micro-batches go to different ranks: then owners add up each pass in their order."""
+        return self.bits and self.sums_each_pass
+
     def summing(self, ranks: Ranks, share: float) -> Ranks:
         """Return the ranks that sum what this share of all `ranks` has: neighbours have other parts of the model."""
         size = round(ranks.size * share)
@@ -133,8 +141,9 @@ def plan_of(config: Config, *, elastic: bool = False) -> Plan:
         outer=outer_plan(config),
         balance=parallel.balance,
         buffers=parallel.buffers,
-        finds_micro_batch=train.micro_batch == SIZE_AUTO,
         compiled=train.compile,
         averaged=train.ema is not None,
         elastic=elastic,
+        bits=train.reproducible == BITS,
+        micro_batches=-(-train.global_batch // train.micro_batch),
     )

@@ -30,16 +30,15 @@ INSTEAD: Mapping[str, tuple[Any, ...]] = {
     "parallel.dp_shard": (None,),
     "parallel.compression": ("none",),
     **dict.fromkeys(("parallel.tp", "parallel.ep", "parallel.cp", "parallel.pp", "parallel.virtual_stages"), (1,)),
-    "parallel.zero_bubble": (False,),
     "parallel.bucket_mib": (None,),
     "parallel.sync": ("every_step",),
     "parallel.balance": ("equal",),
     "parallel.buffers": ("mean",),
     "memory.offload": ("none",),
     "precision": ("bf16",),
-    "train.micro_batch": (1,),
     "train.compile": (False,),
     "train.ema": (None,),
+    "train.reproducible": ("none",),
     ELASTIC: (False,),
 }
 """Values that may replace those of an option, the likeliest first."""
@@ -178,16 +177,9 @@ def _division(plan: Plan) -> _Found:
 
 
 def _schedule(plan: Plan) -> _Found:
-    for name, is_set in (
-        ("parallel.virtual_stages", plan.dimensions.virtual_stages > 1),
-        ("parallel.zero_bubble", plan.dimensions.zero_bubble),
-    ):
+    for name, is_set in (("parallel.virtual_stages", plan.dimensions.virtual_stages > 1),):
         if is_set and plan.dimensions.pp > 1 and plan.engine == "fsdp":
             yield Refusal(("parallel.engine", name), "FSDP gathers parameters in the order of one group of layers")
-    if plan.dimensions.zero_bubble and plan.compiled:
-        yield Refusal(("parallel.zero_bubble", "train.compile"), "compiled blocks compute all gradients at once")
-    if plan.finds_micro_batch and plan.dimensions.pp > 1:
-        yield Refusal(("parallel.pp", "train.micro_batch"), "a pipeline needs the number of micro-batches")
 
 
 def compressions(plan: Plan) -> tuple[str, ...]:
@@ -273,7 +265,6 @@ def _workers(plan: Plan) -> _Found:
         yield Refusal((name, "parallel.sync"), whole)
     for name, is_set, because in (
         ("precision", plan.precision == "fp16", "workers cannot agree on the scale of a loss"),
-        ("train.micro_batch", plan.finds_micro_batch, "the curve of workers depends on it"),
         ("parallel.balance", plan.balance == "speed", "workers have equal shares, or those of --outer.shares"),
         ("train.ema", plan.averaged, "the outer step averages already"),
         ("parallel.buffers", plan.buffers == "check", "buffers of workers differ"),
@@ -281,6 +272,27 @@ def _workers(plan: Plan) -> _Found:
     ):
         if is_set:
             yield Refusal(("parallel.sync", name), because)
+
+
+def _bits(plan: Plan) -> _Found:
+    if not plan.bits:
+        return
+    for name, is_set, because in (
+        ("parallel.compression", plan.compression != "none", "what it loses depends on which rank has a micro-batch"),
+        ("parallel.engine", plan.engine == "ddp", "torch's DDP sums in the order of ranks"),
+        ("parallel.dp_shard", plan.dp_shard is not None, "sums between groups are not yet there with it"),
+        *(
+            (dimension, True, "sums of what ranks compute together are not yet there with it")
+            for dimension in _all_dimensions(plan)
+        ),
+        ("parallel.sync", plan.outer is not None, "workers that train apart do not sum gradients"),
+        ("train.micro_batch", plan.finds_micro_batch, "its size would follow from the memory of the ranks"),
+        ("train.compile", plan.compiled, "compiled code depends on the shapes that a rank has seen"),
+    ):
+        if is_set:
+            yield Refusal(("train.reproducible", name), because)
+    if plan.offload and plan.engine == "fsdp":
+        yield Refusal(("train.reproducible", "parallel.engine", "memory.offload"), "torch copies sums before their end")
 
 
 PARTS: tuple[Callable[[Plan], _Found], ...] = (
@@ -291,5 +303,6 @@ PARTS: tuple[Callable[[Plan], _Found], ...] = (
     _changing_ranks,
     _balance,
     _workers,
+    _bits,
 )
 """Each yields what its part of a plan refuses."""

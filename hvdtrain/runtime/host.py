@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from hvdtrain.files import read_text_or_empty
 from hvdtrain.runtime.threads import thread_ids
 
 SYS = Path("/sys")
-BY_LAUNCHER = "as the launcher bound them"
 _COLUMNS = 80
 _MOST_HOSTS = 3
 
@@ -140,7 +138,7 @@ class Binding:
 
     cpus: frozenset[int]  # that its threads and loader processes may use
     gpu: str = ""  # PCI address of its GPU; empty on CPUs
-    kept: str = ""  # why it keeps its mask: `BY_LAUNCHER`, or a problem; empty if it is bound
+    kept: str = ""  # the problem for which it keeps its mask; empty if it is bound
 
 
 def cores_near(pci_address: str, sys: Path = SYS) -> frozenset[int]:
@@ -174,21 +172,6 @@ def _bind_to_gpu(seat: Seat, sharers: int, insist: bool) -> Binding:
         return Binding(cpus)
     few = f"only {len(cpus)}" if cpus else "none"
     return Binding(seat.allowed, kept=f"they may use {few} of the cores near their GPUs ({cpu_ranges(seat.near)})")
-
-
-def bind_to_domains(seats: Sequence[Seat], domains: Sequence[frozenset[int]]) -> list[Binding]:
-    """Choose the cores of the ranks of a host: one NUMA domain each, or several if there are more of them. Pure.
-
-    Neighbours in local rank get the same domain, or the next one. All ranks keep their masks if these differ, or are
-    within one of several domains: the launcher has bound them.
-    """
-    if not domains:
-        return [Binding(seat.allowed, kept="the kernel lists no NUMA domains") for seat in seats]
-    usable = [domain & seats[0].allowed for domain in domains if domain & seats[0].allowed]
-    if len({seat.allowed for seat in seats}) > 1 or len(usable) < min(2, len(domains)):
-        return [Binding(seat.allowed, kept=BY_LAUNCHER) for seat in seats]
-    bounds = [rank * len(usable) // len(seats) for rank in range(len(seats) + 1)]
-    return [Binding(frozenset[int]().union(*usable[a : max(a + 1, b)])) for a, b in pairwise(bounds)]
 
 
 def pin_process(cpus: frozenset[int]) -> None:
@@ -250,15 +233,14 @@ def describe_map(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _describe(name: str, numbers: set[int], group: Mapping[str, Any]) -> str:
-    kept = f" ({BY_LAUNCHER})" if group["kept"] == BY_LAUNCHER else ""
-    return f"{name}{'s' * (len(numbers) > 1)} {cpu_ranges(numbers)} on cores {group['cores']}{kept}"
+    return f"{name}{'s' * (len(numbers) > 1)} {cpu_ranges(numbers)} on cores {group['cores']}"
 
 
 def problems(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the problems of a `binding_map`, and the ranks that have them."""
     ranks: dict[str, set[int]] = {}
     for group in groups:
-        if group["kept"] not in ("", BY_LAUNCHER):
+        if group["kept"]:
             ranks.setdefault(group["kept"], set()).update(cpu_list(group["ranks"]))
     for why, numbers in ranks.items():
         yield f"ranks {cpu_ranges(numbers)} are not bound to cores: {why}; what to change: hvdtrain doctor"

@@ -42,6 +42,7 @@ class Progress:
     rolled_back: list[int] = field(default_factory=list)  # steps that were rolled back because of them
     data_state: dict[str, Any] = field(default_factory=dict)  # place in an iterable data set, at `position` or before
     lr: float = 0.0  # of the last step in the optimizer's first group; 0 before
+    threads: int = 0  # of torch on each rank, where bits depend on it; else 0
 
 
 _VALUES = {"progress", "aliases", "optimizer", "groups", "scaler", "exchange", FROZEN, EXTRAS}

@@ -112,7 +112,7 @@ def _mean(pairs: list[list[float]]) -> float:
 
 def for_evaluation(config: Config, samples: int, *, one_by_one: bool) -> Config:
     """Return a config that evaluates `samples` (0: all), in passes of one sample if wanted."""
-    size = 1 if one_by_one or config.train.micro_batch == "auto" else config.train.micro_batch
+    size = 1 if one_by_one else config.train.micro_batch
     return replace(config, train=replace(config.train, eval_samples=samples, micro_batch=size))
 
 

@@ -24,6 +24,7 @@ from hvdtrain.training.callbacks.group import make_callbacks
 from hvdtrain.training.diagnostics.failure_report import report_failures
 from hvdtrain.training.elastic.worker_state import make_worker_state
 from hvdtrain.training.loop.forward import forward_dtype
+from hvdtrain.training.loop.router_loads import RouterLoads
 from hvdtrain.training.loop.sync_batch_norm import restore_batch_norm
 from hvdtrain.training.records.observers import add_job_observers, add_listeners, add_stamps, add_traces
 from hvdtrain.training.records.run_report import explain_run
@@ -33,16 +34,15 @@ from hvdtrain.training.start.build import build_engine, build_trainer
 from hvdtrain.training.start.device import (
     bind_rank,
     check_device_is_own,
-    limit_memory,
     pick_device,
     set_tf32,
     training_stream,
     use_deterministic_kernels,
 )
 from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
-from hvdtrain.training.start.micro_batch import check_auto, use_found_micro_batch
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
+from hvdtrain.training.start.same_bits import check_keeps_bits, fix_threads
 
 
 def run_training(
@@ -63,14 +63,12 @@ def run_training(
     parallel = run.config.parallel
     # before anything costs time
     plan = resolve(run.config, elastic=rounds.elastic)
-    if run.config.train.deterministic:
+    if run.config.train.deterministic or plan.bits:
         use_deterministic_kernels(info.variables)
     # In an elastic job a rank that joins chooses alone.
     first = None if rounds.elastic else rounds.enter(STARTED)
     device = pick_device(parallel.device, rounds.local_rank, rounds.local_size, first)
     binding = bind_rank(parallel.bind, device, rounds, first, info.variables)
-    check_auto(run.config, device)
-    limit_memory(device, run.config.memory.limit)
     set_tf32(run.config.train.tf32, device)
     make = partial(make_task, build, run.config)
     # An engine that places the model is for jobs of one round only.
@@ -80,6 +78,8 @@ def run_training(
     else:
         task, warning = make(), ""
     note = task.prepare(device, forward_dtype(run.config.precision)) if task.prepare is not None else ""
+    if plan.bits:
+        check_keeps_bits(task.model)
     worker = make_worker_state(run, plan, task, device, info)
     worker.note, worker.binding = note, binding
     heldout = 0 if task.heldout_data is None else dataset_length(task.heldout_data, least=0)
@@ -140,7 +140,7 @@ def _train_round(
 
 
 def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]) -> Result | None:
-    run, worker, recorder, spans = current.run, current.worker, current.recorder, current.spans
+    run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
     horovod = add_job_observers(current, timeline, sinks)
     with refuse_exit():
         with ExitStack() as stack:
@@ -153,13 +153,14 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
                     current.copier = StoreCopier(stored, current.layout, keep, recorder.event, warn)
                     current.store.is_needed = current.copier.needs
                     stack.callback(current.copier.close)
-            use_found_micro_batch(current)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)
             stack.callback(current.engine.close)
             add_listeners(spans, run.config.observe, worker.device, stack)
             energy = describe_start(current)
             resumed_at = resume_state(current)
+            if worker.plan.bits:
+                fix_threads(worker, comm)
             if current.copier is not None and current.store is not None:
                 current.copier.begin(next((saved.path for saved in reversed(current.store.list())), None))
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
@@ -169,6 +170,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             stack.callback(trainer.feed.ledger.close)
             for part in trainer.stepper.parts:
                 stack.callback(part.close)
+                if stamps is not None and isinstance(part, RouterLoads):
+                    stamps.expert_share = part.own_share
             recorder.begin(current.stop)
             with worker.signals:
                 reason = trainer.run(worker.signals)

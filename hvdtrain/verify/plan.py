@@ -115,12 +115,13 @@ def _after_backward(
     task = worker.task
     worker.use_exchange(engine)
     place, places, _ = worker.plan.dimensions.samples(comm.rank, comm.size)
-    batch, uniform = (config.train.global_batch, config.train.pass_samples), engine.uniform_passes
-    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform)
+    batch, uniform = (config.train.global_batch, config.train.micro_batch), engine.uniform_passes
+    in_turn = worker.plan.deals_in_turn
+    stream = Stream(task.train_data, config.seed, *batch, place, places, uniform=uniform, in_turn=in_turn)
     collate = task.collate or torch.utils.data.default_collate
     drawn = [(where, samples, 1.0) for where, _, samples in fetch_step(replace(stream, uniform=False), 0)]
     drawn += [(*drawn[-1][:2], 0.0) for _ in stream.repeated(0)]
-    engine.begin(len(drawn))
+    engine.begin(len(drawn), stream.positions(0) if worker.plan.bits else None)
 
     def forward(where: MicroBatch, samples: list[Any], weight: float) -> Callable[[], None]:
         seed_forward(config.seed, where.start)
@@ -207,7 +208,7 @@ def check_plan(run: RunConfig, function: Callable[..., Any], info: RankInfo) -> 
     args, what = dict(run.task_args), "the task's model"
     with tempfile.TemporaryDirectory(prefix="hvdtrain-plan-") as scratch:
         if isinstance(model := args.get("model"), ModelConfig):
-            source = find_model(model.from_, config=model.config) if model.from_ else None
+            source = find_model(model.from_) if model.from_ else None
             small = small_copy(architecture(model, source, _VOCABULARY, _SEQ_LEN), _VOCABULARY)
             file = Path(scratch) / "config.json"
             file.write_text(small.to_json_string(use_diff=False))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hvdtrain.__main__ import main
@@ -63,6 +65,16 @@ def test_a_word_that_is_no_command(argv: str, wrong: str, next_step: str, capsys
     assert first == f"hvdtrain: there is no command {wrong}"
     assert expected.startswith("  expected: one of ")
     assert following == ([f"  next: {next_step}"] if next_step else [])
+
+
+def test_a_working_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err.startswith("hvdtrain: the working directory cannot be used: No such file")
 
 
 def test_options_are_accepted_with_dashes_and_with_underscores() -> None:

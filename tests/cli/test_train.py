@@ -107,15 +107,6 @@ def test_going_back_sets_the_way_that_was_left_aside(capsys: pytest.CaptureFixtu
     assert "resuming from step 3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("resume", "said"), [("nowhere", "--resume"), ("never", "another --run_dir")])
-def test_resume_from_nothing_or_never_mixes_no_runs(resume: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--run_dir=run"]) == 0
-    before = Path("run/journal.jsonl").read_bytes()
-    folder = "run" if resume == "never" else "b"
-    assert said in _fails(capsys, *SHORT, f"--run_dir={folder}", f"--resume={resume}", code=2)
-    assert Path("run/journal.jsonl").read_bytes() == before and not Path("b").exists()
-
-
 @pytest.mark.parametrize("resume", ["never", "run/checkpoints/step-000002"])
 def test_a_restarted_job_resumes_whatever_it_began_from(
     resume: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -156,14 +147,6 @@ def test_a_run_directory_in_use_or_that_cannot_be(capsys: pytest.CaptureFixture[
         assert "in use by another job" in _fails(capsys, *SHORT, "--run_dir=run")
     Path("file").write_text("")
     assert "cannot be used" in _fails(capsys, *SHORT, "--run_dir=file/run", code=2)
-
-
-def test_a_run_directory_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--run_dir=run", "--train.stop_at=4"]) == 0
-    before = sorted(p.name for p in Path("run/checkpoints").iterdir())
-    error = _fails(capsys, *SHORT, "--run_dir=run", "--hidden=99", code=2)
-    assert "does not match the model" in error and "(99, 6)" in error and "(16, 6)" in error
-    assert sorted(p.name for p in Path("run/checkpoints").iterdir()) == before
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_taken(capsys: pytest.CaptureFixture[str]) -> None:

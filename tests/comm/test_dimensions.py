@@ -138,7 +138,6 @@ def test_each_pipeline_needs_as_many_passes_as_stages_or_a_multiple_with_virtual
     ("size", "dimensions", "words"),
     [
         (4, Dimensions(tp=2, virtual_stages=3), "virtual_stages 3 without a pipeline"),
-        (2, Dimensions(cp=2, zero_bubble=True), "zero_bubble true without a pipeline"),
         (1, Dimensions(2, 1), "start more ranks"),
     ],
 )
@@ -146,8 +145,7 @@ def test_what_does_not_fit_is_refused(size: int, dimensions: Dimensions, words: 
     with pytest.raises(ConfigError) as caught:
         dimensions.check(size)
     assert words in str(caught.value)
-    for fits in (Dimensions(pp=2, virtual_stages=3), Dimensions(pp=2, zero_bubble=True)):
-        fits.check(4)
+    Dimensions(pp=2, virtual_stages=3).check(4)
 
 
 def test_ranks_with_the_same_samples_divide_the_experts_unless_more_do() -> None:

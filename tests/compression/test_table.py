@@ -6,8 +6,6 @@ import pytest
 
 from hvdtrain.compression.table import TABLE, choices, parse
 from hvdtrain.errors import ConfigError
-from hvdtrain.plan.plan import Plan
-from hvdtrain.training.start.opening import beyond_break_even
 
 
 @pytest.mark.parametrize("kind", TABLE.values(), ids=lambda k: k.name)
@@ -31,15 +29,13 @@ def test_what_is_none_names_those_there_are(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "pays_up_to"),
-    [("topk:0.01", 128, None), ("topk:0.01", 1024, 133), ("topk:0.5", 64, 3), ("int8", 4096, None), ("fp16", 2, None)],
+    ("name", "ranks", "sends_more"),
+    [
+        *(("topk:0.01", 133, False), ("topk:0.01", 134, True), ("topk:0.5", 3, False), ("topk:0.5", 4, True)),
+        *(("int8", 4096, False), ("fp16", 2, False)),
+    ],
 )
 def test_what_every_rank_receives_of_every_other_pays_up_to_some_number(
-    name: str, ranks: int, pays_up_to: int | None
+    name: str, ranks: int, sends_more: bool
 ) -> None:
-    shapes = [[4096, 4096], [11008, 4096], [4096]]
-    found = parse(name).break_even(shapes, ranks)
-    assert found == pays_up_to
-    assert found is None or parse(name).break_even(shapes, found) is None
-    warning = beyond_break_even(Plan("horovod", name, "none"), shapes, ranks)
-    assert (str(found) in warning) if found is not None else not warning
+    assert parse(name).sends_more([[4096, 4096], [11008, 4096], [4096]], ranks) == sends_more

@@ -21,13 +21,11 @@ def plan(*options: str) -> OuterPlan | None:
 def test_names_and_steps() -> None:
     assert parse_sync("every_step") == Sync("every_step", 1)
     assert parse_sync("diloco:32") == Sync("diloco", 32)
-    assert parse_sync("auto") == Sync("auto", 1)
-    for options in ([], ["--parallel.sync=auto"]):
-        assert outer_plan(parse_argv(options, None).config) is None
+    assert outer_plan(parse_argv([], None).config) is None
 
 
 @pytest.mark.parametrize(
-    "text", ["", "diloco", "diloco:", "diloco:0", "diloco:-1", "diloco:1.5", "x:3", "every_step:2"]
+    "text", ["", "auto", "diloco", "diloco:", "diloco:0", "diloco:-1", "diloco:1.5", "x:3", "every_step:2"]
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"parallel\.sync"):
@@ -63,7 +61,6 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
         (["parallel.sync=diloco:8", "outer.compression=int3"], "outer.compression"),
         (["parallel.sync=diloco:8", "precision=fp16"], "fp16"),
         (["parallel.sync=diloco:8", "train.ema=0.9"], "train.ema"),
-        (["parallel.sync=diloco:8", "train.micro_batch=auto"], "micro_batch auto"),
         (["parallel.sync=diloco:8", "parallel.compression=auto"], "compression auto"),
         (["parallel.sync=diloco:8", "parallel.buffers=check"], "buffers check"),
         (["parallel.sync=diloco:8", "parallel.shard=optimizer"], "does not support --parallel.sync"),
@@ -76,7 +73,6 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
             for text in ("1,2,3", "1,0", "1,x", "2")
         ),
         (["parallel.sync=diloco:8", "outer.shares=17,1"], "leaves a worker without any of the 8 micro-batches"),
-        (["parallel.sync=auto"], "no effect with --parallel.sync auto"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) -> None:

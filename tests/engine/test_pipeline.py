@@ -20,16 +20,13 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
-from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.blocks import blocks
-from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.schedule import PipelineSchedule, with_stages
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.stages import EndOfStage, Pass, _divide_evenly, first_blocks, order_of_passes
 from hvdtrain.errors import ConfigError, HvdtrainError, TaskError
 from hvdtrain.plan.plan import Plan
-from hvdtrain.spans import Spans
 from hvdtrain.state.divided import (
     OnStages,
     copy_of,
@@ -278,14 +275,12 @@ def test_the_first_argument_is_what_is_passed_on() -> None:
         model.blocks[0](x=torch.ones(2, 3))
 
 
-def _finished(
-    stages: int, chunks: int, micro_batches: int, transfer: float = 0.0, *, deferred: bool = False
-) -> tuple[float, int]:
+def _finished(stages: int, chunks: int, micro_batches: int, transfer: float = 0.0) -> tuple[float, int]:
     """Return when all ranks have ended, and the most micro-batches that one keeps.
 
-    A forward pass takes 1, the gradients of inputs 1, and those of weights 1, too.
+    A forward pass takes 1, a backward pass 2.
     """
-    waiting = [deque(order_of_passes(rank, stages, chunks, micro_batches, deferred=deferred)) for rank in range(stages)]
+    waiting = [deque(order_of_passes(rank, stages, chunks, micro_batches)) for rank in range(stages)]
     ends: dict[tuple[Pass, int, int], float] = {}  # of a pass of a micro-batch in a virtual stage, of all ranks
     now, kept, most = [0.0] * stages, [0] * stages, 0
     while any(waiting):
@@ -294,34 +289,21 @@ def _finished(
             while passes:
                 kind, number, chunk = passes[0]
                 virtual = chunk * stages + rank
-                if kind is not Pass.FORWARD:
-                    assert (Pass.FORWARD if kind is Pass.BACKWARD else Pass.BACKWARD, number, virtual) in ends
+                assert kind is Pass.FORWARD or (Pass.FORWARD, number, virtual) in ends
                 before_it = (kind, number, virtual - 1 if kind is Pass.FORWARD else virtual + 1)
-                if kind is not Pass.WEIGHTS and 0 <= before_it[2] < stages * chunks:
+                if 0 <= before_it[2] < stages * chunks:
                     if before_it not in ends:
                         break
                     now[rank] = max(now[rank], ends[before_it] + transfer)
                 passes.popleft()
-                now[rank] += 2 if kind is Pass.BACKWARD and not deferred else 1
+                now[rank] += 2 if kind is Pass.BACKWARD else 1
                 assert (kind, number, virtual) not in ends
                 ends[kind, number, virtual] = now[rank]
-                kept[rank] += (kind is Pass.FORWARD) - (kind is (Pass.WEIGHTS if deferred else Pass.BACKWARD))
+                kept[rank] += 1 if kind is Pass.FORWARD else -1
                 most = max(most, kept[rank])
         assert sum(map(len, waiting)) < before, "ranks wait for each other"
-    assert len(ends) == (2 + deferred) * stages * chunks * micro_batches and not any(kept)
+    assert len(ends) == 2 * stages * chunks * micro_batches and not any(kept)
     return max(now), most
-
-
-@pytest.mark.parametrize("chunks", [1, 2, 3])
-@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 32)])
-def test_stages_wait_a_third_with_gradients_of_weights_for_later(stages: int, chunks: int, micro_batches: int) -> None:
-    """And none keeps more micro-batches than without."""
-    took, most = _finished(stages, chunks, micro_batches, deferred=True)
-    assert took == 3 * micro_batches * chunks + stages - 1
-    assert most == _finished(stages, chunks, micro_batches)[1]
-    waited = 1 - 3 * micro_batches * chunks / took
-    dimensions = Dimensions(pp=stages, virtual_stages=chunks, zero_bubble=True)
-    assert dimensions.bubble(stages, micro_batches) == pytest.approx(waited)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -342,17 +324,13 @@ def test_any_number_of_micro_batches_ends(stages: int, chunks: int, micro_batche
     assert _finished(stages, chunks, micro_batches)[1] == chunks * micro_batches
 
 
-@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) -> None:
+def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int) -> None:
     """A micro-batch is taken when its first pass begins; gradients are complete with the last of a virtual stage."""
     done, taken = list[tuple[str, int, int | None, int]](), list[int]()
     stage = _stage(Model(blocks=4), 0, 2, chunks)
-    schedule = PipelineSchedule(stage, Spans())
+    schedule = PipelineSchedule(stage)
     schedule.begin(4)
-    if deferred:
-        stage.deferred = DeferredGradients(())
-        stage.deferred.compute = lambda: done.append(("W", stage._pass[0], stage.chunk, schedule.left + 1))  # type: ignore[method-assign]
 
     def forward(number: int) -> Callable[[], None]:
         done.append(("F", number, stage.chunk, len(taken)))
@@ -363,30 +341,11 @@ def test_a_pass_is_run_once_for_each_virtual_stage(chunks: int, deferred: bool) 
             taken.append(number)
             yield partial(forward, number)
 
-    schedule.run(passes(), lambda call: (schedule.count(), call()))  # type: ignore[func-returns-value]
+    schedule.run(passes())
     expected = [(kind.name[0], number, chunk) for kind, number, chunk in stage.order(4)]
     assert [each[:3] for each in done] == expected and stage.chunk is None
     for kind, number, chunk, count in done:
         assert count == (4 - number if kind != "F" else number + 1 if not chunk else count)
-
-
-def test_a_gradient_is_handed_over_when_no_part_of_it_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums, handed, model = object.__new__(AmongCopies), list[str](), Model()
-    monkeypatch.setattr(AmongCopies, "add_gradient", lambda self, name, parameter: handed.append(name))
-    stage = Stage(model, ImaginedComm(2), replace(PP2, zero_bubble=True), CPU)
-    sums.schedule, sums._overlaps = PipelineSchedule(stage, Spans()), True
-    sums._is_running, sums._used = True, set()
-    block, head = model.blocks[0], model.head
-    stage.use(0, 3)
-    assert isinstance(block, Block)
-    block.linear(torch.ones(2, 3, requires_grad=True))
-    head(torch.ones(2, 3, requires_grad=True))  # its large gradients are not kept
-    for name, parameter in model.named_parameters():
-        sums._on_gradient(name, parameter)
-    assert handed == [name for name, _ in model.named_parameters() if name != "blocks.0.linear.weight"]
-    stage.use(None)
-    sums._on_gradient("now", block.linear.weight)
-    assert handed[-1] == "now"
 
 
 def test_ranks_have_every_other_group_of_blocks() -> None:

@@ -20,6 +20,7 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.fit.fused_attention import FusedAttention
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.fit.memory import Memory, count_bytes, predict_memory
+from hvdtrain.fit.ways import sizes_to_try
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.base import load_task_function
@@ -211,11 +212,13 @@ def test_the_table_says_what_fits(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "--parallel.shard none" in chosen and "4 ways" in why
     assert main(["--ranks", "1", "--gib", "1e-6", *BLOCKS]) == 1
     assert "too big" in capsys.readouterr().out
-    found = ["--ranks", "1", "--json", *BLOCKS, "--train.micro_batch=auto", "--train.global_batch=8", "--gib"]
+    found = ["--ranks", "1", "--json", *BLOCKS, "--largest", "--train.global_batch=8", "--gib"]
     for gib, status, largest in ((6 / 1024, 0, 4), (1e-6, 1, 1)):
         assert main([*found, str(gib)]) == status
         (line,) = json.loads(capsys.readouterr().out)
         assert (line["micro_batch"], line["memory"]["peak"]) == (largest, largest << 20)
+    with pytest.raises(ConfigError, match="--largest without"):
+        main(found[:-1])
     with pytest.raises(SystemExit):
         main(["--ranks", "two"])
     assert "'two' is not a positive whole number; expected numbers of ranks" in capsys.readouterr().err
@@ -296,7 +299,6 @@ def test_what_a_rank_sends_is_counted(passes: int) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--train.micro_batch=auto",), r"--train.micro_batch auto"),
         (("--parallel.sync=diloco:8", "--parallel.workers=2"), r"--parallel.sync diloco:8"),
         (("--parallel.engine=ddp", "--parallel.compression=int8"), r"--parallel.compression int8"),
     ],
@@ -335,3 +337,20 @@ def test_gpus_decode_values_of_all_ranks_at_once() -> None:
     on_cpu, on_gpu = (predict_memory(*_parsed(*options[:-1], f"{options[-1]}={d}"), 4) for d in ("cpu", "cuda"))
     indices = 4 * 0.1 * (4 << 20) / 4 * 8
     assert on_gpu.peak > on_cpu.peak + indices / 2
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "ranks", "sizes"),
+    [(16, 1, [1, 2, 4, 8, 16]), (16, 2, [1, 2, 4, 8]), (24, 2, [1, 2, 4]), (10, 2, [1, 2]), (3, 4, [1])],
+)
+def test_sizes_divide_the_work_evenly(global_batch: int, ranks: int, sizes: list[int]) -> None:
+    """Micro-batches of 8 would give one of two ranks 16 of 24 samples."""
+    assert sizes_to_try(global_batch, ranks) == sizes
+
+
+@pytest.mark.slow
+def test_an_average_of_the_parameters_counts() -> None:
+    plain, averaged = (predict_memory(*_parsed(*BLOCKS, *more), 1) for more in ((), ("--train.ema=0.9",)))
+    trained = [p for p in _parsed(*BLOCKS)[1]().model.parameters() if p.requires_grad]
+    assert averaged.model - plain.model == sum(p.nbytes for p in trained)
+    assert abs(averaged.peak - plain.peak - (averaged.model - plain.model)) <= SPACE * len(trained)

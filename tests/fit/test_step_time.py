@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,16 +87,6 @@ def test_a_mesh_is_predicted_from_a_run_of_it(path: Path, tmp_path: Path, mesh: 
     both = [StepTimes.of_run(each, 10.0, None) for each in (path, other)]
     assert _with_step(line, both, run).step_s == found.then.step_s
     assert _with_step(line, both, _parsed("--parallel.ep=2")).no_step.count("does not predict a step with") == 2
-
-
-def test_a_run_that_found_its_micro_batch_has_that(path: Path) -> None:
-    (path / "config.yaml").write_text(yaml.safe_dump(dict(_parsed("--train.micro_batch=auto").resolved)))
-    with (path / "journal.jsonl").open("a") as journal:
-        journal.write(json.dumps({"event": "micro_batch_found", "samples": 4, "limited_by": []}) + "\n")
-    times = StepTimes.of_run(path, 10.0, None)
-    assert times.predict(_parsed(), 2).then == predict(read_evidence(path), Change(bandwidth_gbit=10.0)).then
-    with pytest.raises(ConfigError, match=r"--train\.micro_batch differs"):
-        times.predict(_parsed("--train.micro_batch=2"), 2)
 
 
 def test_the_table_has_the_step(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

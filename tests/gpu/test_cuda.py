@@ -10,13 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.deferred import DeferredGradients
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.stage_links import random_state, set_random_state
 from hvdtrain.observe.past_journal import read_journal, read_steps
@@ -24,9 +21,9 @@ from hvdtrain.runtime.host import cores_near, cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.training.diagnostics.experts import TokenCounter
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.forward import Precision
+from hvdtrain.training.loop.router_loads import TokenCounter
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.update import takes_scale
@@ -73,34 +70,6 @@ def test_another_stage_continues_with_the_random_numbers_of_the_device() -> None
     torch.cuda.manual_seed(1)
     set_random_state(state, device)
     assert state.device == device and torch.equal(torch.rand(5, device=device), drawn)
-
-
-class Experts(nn.Module):
-    """A layer, and experts; one of them has no rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.weight = nn.Linear(64, 64), nn.Parameter(torch.randn(3, 64, 64) / 8)
-        self.register_buffer("ends", torch.tensor([16, 16, 48], dtype=torch.int32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.grouped_mm(self.layer(x).relu_().flatten(0, 1), self.weight.transpose(1, 2), offs=self.ends)
-
-
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.10 or newer has grouped_mm")
-def test_deferred_gradients_are_those_of_one_backward_pass() -> None:
-    """The kernel for groups takes bf16, and has rules for strides."""
-    model = Experts().to("cuda", torch.bfloat16)
-    x = torch.randn(3, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    gradient = torch.randn(48, 64, device="cuda", dtype=torch.bfloat16)
-    expected = torch.autograd.grad(model(x), (x, *model.parameters()), gradient)
-    deferred = DeferredGradients([model])
-    deferred.use(0, backward=True)
-    model(x).backward(gradient)
-    assert model.weight.grad is None and model.layer.weight.grad is None
-    deferred.compute()
-    for found, wanted in zip((x, *model.parameters()), expected, strict=True):
-        torch.testing.assert_close(found.grad, wanted, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -246,3 +246,11 @@ def test_a_known_failure_names_what_mends_it(line: str, fix: str) -> None:
     error = explain_failure(python_step("compile", ""), 1, ["WARNING: " + line, *["ERROR: then"] * 20], "key.log")
     assert fix in str(error.next_step)
     assert line in str(error) and "key.log" in str(error), "shown, whatever else was printed"
+
+
+def test_the_first_errors_are_shown_and_not_what_pip_says_about_them() -> None:
+    lines = ["-- Check for errors", "CMake Error at CMakeLists.txt:1", *[f"a.cc:{n}: error: e{n}" for n in range(50)]]
+    lines += ["error: subprocess-exited-with-error", "ERROR: Failed building wheel for horovod"]
+    text = str(explain_failure(python_step("compile", ""), 1, lines, "log"))
+    assert all(shown in text for shown in ("CMake Error at CMakeLists.txt:1", "a.cc:0: error: e0", "a.cc:49: error"))
+    assert not any(hidden in text for hidden in ("e20", "wheel for horovod", "-- Check"))

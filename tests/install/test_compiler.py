@@ -255,6 +255,72 @@ def test_unasked_the_sources_do_what_they_did(program: Path) -> None:
     assert sleeps < looks / 10
 
 
+# As Horovod starts and joins its thread; ranks cannot meet at first. Then a tensor is enqueued after the loop is over,
+# and one when the thread has ended.
+MEETING = """
+#include <atomic>
+#include <cstdio>
+#include <functional>
+#include <stdexcept>
+#include <thread>
+#include "tensor_queue.h"
+struct Table { horovod::common::ProcessSet set; auto& Get(int) { return set; } };
+struct State {
+  Table process_set_table;
+  std::atomic_bool initialization_done{false}, initialization_failed{false}, shut_down{false};
+  std::thread background;
+  int tries = 0;
+} global;
+int enqueue() {
+  int tensor = 3, message = 0;
+  auto& process_set = global.process_set_table.Get(0);
+  process_set.tensor_queue.AddToTensorQueue(tensor, message);
+  return process_set.tensor_queue.put;
+}
+namespace {
+void Loop(State& state) {
+  if (state.tries++ == 0) throw std::runtime_error("nobody is there");
+  state.initialization_done = true;
+  while (!state.shut_down) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  enqueue();
+}
+}
+bool init() {
+  global.background = std::thread(Loop, std::ref(global));
+  while (!global.initialization_done && !global.initialization_failed) {}
+  return !global.initialization_failed;
+}
+void shut_down() {
+  global.shut_down = true;
+  global.background.join();
+  global.shut_down = global.initialization_done = false;
+}
+int main() {
+  auto& put = global.process_set_table.Get(0).tensor_queue.put;
+  for (int i = 0; i < 2; ++i) {
+    std::printf("%d\\n", init());
+    if (i == 1) std::printf("%d\\n", enqueue());
+    shut_down();
+    std::printf("%d\\n", put.load());
+  }
+  enqueue();
+  while (put != -1) std::this_thread::yield();
+  if (!init()) return 1;
+  enqueue();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  std::printf("%d\\n", put.load());
+  shut_down();
+}
+"""
+
+
+def test_ranks_that_could_not_meet_may_try_again(tmp_path: Path) -> None:
+    program = built(tmp_path, [(PROMPT_MARKS[0], MEETING)])
+    done = subprocess.run([program], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout.split()) == (0, ["0", "0", "1", "3", "-1", "3"]), done.stderr
+    assert "nobody is there" in done.stderr
+
+
 @pytest.mark.parametrize(
     "spelling",
     [

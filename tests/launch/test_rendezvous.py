@@ -149,6 +149,12 @@ def test_an_endless_header_is_cut_off(served: Served) -> None:
     assert not served.keys
 
 
+def test_repeated_refusals_do_not_fill_the_log(served: Served) -> None:
+    for _ in range(200):
+        served.server.log_limited("refused", "refused a GET")
+    assert len(served.log) == 20 + len([32, 64, 128]) and served.log[-1].endswith("the 128th")
+
+
 def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers that say nothing, or say it slowly, have few places, and the oldest of them make room."""
     monkeypatch.setattr(rendezvous, "STRANGER_S", TIMEOUT_S)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import struct
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.launch.agent_link import Relay, packed
+from hvdtrain.launch.agent_link import Relay, packed, unpacked
 from hvdtrain.launch.rendezvous import ABSENT, FOUND, GONE, MOST_BYTES, RoundStore
 from hvdtrain.runtime import channel as lines
 from tests.support.launch import TIMEOUT_S
@@ -67,6 +68,14 @@ def test_without_a_round_nothing_is_kept() -> None:
     assert asyncio.run(store.get(0, "key", TIMEOUT_S)) == (GONE, b"")
 
 
+def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
+    """As Gloo puts them: the socket's address of the rank in 128 bytes, the number of the pair in 8."""
+    value = b"".join(struct.pack("<HH124xq", 2, 4711, 5000 + pair) for pair in range(1023))
+    assert 1 << 16 < len(value) <= MOST_BYTES
+    assert unpacked(packed(value)) == value and len(packed(value)) < len(value) / 10
+    assert len(unpacked(packed(bytes(MOST_BYTES + 1)))) == MOST_BYTES
+
+
 def _relay() -> tuple[list[tuple[str, int, dict[str, str]]], Relay]:
     """What a relay has sent, and the relay."""
     sent: list[tuple[str, int, dict[str, str]]] = []
@@ -105,3 +114,19 @@ class TestRelay:
         lengths = [len(lines.encode_message(kind, {"keys": keys})) for kind, _, keys in sent]
         assert len(lengths) > 2 and max(lengths) < lines.MOST_BYTES
         assert sum(len(keys) for _, _, keys in sent) == 251
+
+    def test_values_share_a_message_until_it_is_full(self) -> None:
+        """Sixteen values of 64 KiB fill a message; what an abandoned round has queued does not count."""
+        sent, relay = _relay()
+        value = "x" * (1 << 16)
+        relay.open(1, {})
+        for number in range(15):
+            relay.put(1, f"abandoned {number}", value)
+        relay.open(2, {})
+        for number in range(40):
+            relay.put(2, f"key {number}", value)
+        relay.flush()
+        opened, other, *messages = sent
+        assert (opened[0], other[0]) == ("open", "open")
+        assert [len(keys) for _, _, keys in messages] == [16, 16, 8]
+        assert [key for _, _, keys in messages for key in keys] == [f"key {number}" for number in range(40)]

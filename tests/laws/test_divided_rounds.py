@@ -28,18 +28,20 @@ def _task(optimizer: str) -> Any:
     return task_builder(optimizer, width=300, lr=1e-3)
 
 
-def _train(
+def train_divided(
     folder: Path,
     *plan: Period,
     shard: str = "gradients",
     optimizer: str = "AdamW",
     compression: str = "none",
     build: Callable[[], Task] | None = None,
+    more: tuple[str, ...] = (),
 ) -> Recorded:
     folder.mkdir(exist_ok=True)
     options = ("--train.global_batch=12", "--train.micro_batch=2", f"--train.steps={STEPS}", "--checkpoint.every=5")
     options += (f"--parallel.compression={compression}",)
     options += (f"--parallel.shard={shard}", "--elastic.loss_s=1e9", *UNOBSERVED)
+    options += more
     options += ("--memory.offload=optimizer",) if shard == "optimizer" else ()
     train_in_rounds(*options, f"--run_dir={folder / 'run'}", plan=plan, build=build or _task(optimizer))
     return Recorded(folder, 0, "", "")
@@ -51,7 +53,7 @@ Alone = Callable[[str], Recorded]
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The training of each optimizer on one rank."""
-    return cache(lambda name: _train(tmp_path_factory.mktemp("one"), Period((0,)), shard="none", optimizer=name))
+    return cache(lambda name: train_divided(tmp_path_factory.mktemp("one"), Period((0,)), shard="none", optimizer=name))
 
 
 PLANS = {
@@ -89,7 +91,7 @@ PLANS = {
 )
 def test_laws_1_and_4(name: str, shard: str, optimizer: str, compression: str, alone: Alone, tmp_path: Path) -> None:
     """Commits are taken with checkpoints, every 5 steps; a killed rank loses the steps since then."""
-    rounds = _train(tmp_path, *PLANS[name], shard=shard, optimizer=optimizer, compression=compression)
+    rounds = train_divided(tmp_path, *PLANS[name], shard=shard, optimizer=optimizer, compression=compression)
     assert rounds.losses() == pytest.approx(alone(optimizer).losses(), rel=2e-6 if compression == "none" else 2e-3)
     report = verify_data(rounds.run)
     assert not report.wrong and report.last == STEPS
@@ -115,8 +117,8 @@ def test_ranks_that_join_get_the_frozen_parameters_of_the_others(shard: str, tmp
         return replace(task, optimizer=optimizer, remakes_frozen=True)
 
     plan = PLANS["a loss before the first step of a round, and ranks that join"]
-    rounds = _train(tmp_path / "rounds", *plan, shard=shard, build=build)
-    one = _train(tmp_path / "one", Period((0,)), shard="none", build=build)
+    rounds = train_divided(tmp_path / "rounds", *plan, shard=shard, build=build)
+    one = train_divided(tmp_path / "one", Period((0,)), shard="none", build=build)
     assert rounds.losses() == pytest.approx(one.losses(), rel=2e-6)
     found = rounds.state()
     assert found.values["frozen"] == one.state().values["frozen"] and "0.weight" not in found.tensors["model"]
@@ -124,4 +126,4 @@ def test_ranks_that_join_get_the_frozen_parameters_of_the_others(shard: str, tmp
 
 def test_what_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(LostStateError):
-        _train(tmp_path / "lost", Period((0, 1, 2, 3), 7, killed=(2, 3)), Period((0, 1)))
+        train_divided(tmp_path / "lost", Period((0, 1, 2, 3), 7, killed=(2, 3)), Period((0, 1)))

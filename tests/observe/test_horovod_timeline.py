@@ -14,7 +14,7 @@ from tests.support.thread_comm import ThreadComm, on_ranks
 
 
 class FakeHorovod:
-    """Horovod's Timeline and its writer's thread; notes what is asked of them."""
+    """Horovod's Timeline; notes what is asked of it."""
 
     def __init__(self, fails: str = "", content: str = "[{}]") -> None:
         self.calls: list[str] = []
@@ -29,12 +29,6 @@ class FakeHorovod:
         self._call("stop")
         self._path.write_text(self._content)
 
-    def lower_priority(self, *, for_good: bool) -> None:
-        self._call("rest for good" if for_good else "rest")
-
-    def restore_priority(self) -> None:
-        self._call("work")
-
     def _call(self, name: str) -> None:
         self.calls.append(name)
         if name == self._fails:
@@ -45,7 +39,7 @@ def run(window: Window, steps: range, folder: Path, horovod: FakeHorovod | None 
     """What was asked of Horovod, with the steps between, and the warnings."""
     horovod = horovod or FakeHorovod()
     warnings: list[str] = []
-    timeline = HorovodTimeline(SoloComm(), horovod, horovod, window, folder, warnings.append)
+    timeline = HorovodTimeline(SoloComm(), horovod, window, folder, warnings.append)
     for step in steps:
         timeline.begin_step(step)
         horovod.calls.append(str(step))
@@ -54,17 +48,16 @@ def run(window: Window, steps: range, folder: Path, horovod: FakeHorovod | None 
     return horovod.calls, warnings
 
 
-def test_a_window_is_open_in_its_steps_and_the_writer_rests_outside_of_it(tmp_path: Path) -> None:
+def test_a_window_is_open_in_its_steps(tmp_path: Path) -> None:
     calls, warnings = run(Window(2, 3), range(1, 6), tmp_path)
-    expected = ["rest", "1", "work", "start", "2", "3", "stop", "rest for good", "4", "5", "work", "work"]
-    assert (calls, warnings) == (expected, [])
+    assert (calls, warnings) == (["1", "start", "2", "3", "stop", "4", "5"], [])
     assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-2-3.json"]
 
 
 @pytest.mark.parametrize(("window", "name"), [(Window(2, 9), "2-9"), (ALL, "1-on")])
 def test_a_run_that_ends_in_its_window_closes_it_once(window: Window, name: str, tmp_path: Path) -> None:
     calls, warnings = run(window, range(1, 4), tmp_path)
-    assert calls[-3:] == ["stop", "work", "work"] and calls.count("stop") == 1
+    assert calls[-1] == "stop" and calls.count("stop") == 1
     assert warnings == []
     assert (tmp_path / f"horovod-steps-{name}.json").read_text() == "[{}]"
 
@@ -72,7 +65,7 @@ def test_a_run_that_ends_in_its_window_closes_it_once(window: Window, name: str,
 @pytest.mark.parametrize("planned", [None, 3, 5, 9])
 def test_a_window_that_ends_elsewhere_than_it_was_to_is_called_by_its_end(planned: int | None, tmp_path: Path) -> None:
     horovod = FakeHorovod()
-    timeline = HorovodTimeline(SoloComm(), horovod, horovod, Window(2, planned), tmp_path, pytest.fail)
+    timeline = HorovodTimeline(SoloComm(), horovod, Window(2, planned), tmp_path, pytest.fail)
     timeline.begin_step(2)
     timeline.begin_step(3)
     timeline.record(Window(2, 5))
@@ -88,7 +81,7 @@ def test_a_start_within_the_window_takes_what_is_left_and_one_after_it_nothing(t
     assert (tmp_path / "horovod-steps-4-5.json").read_text() == "[0]"
     assert sorted(file.read_text() for file in tmp_path.iterdir()) == ["[0]", "[1]", "[2]"], "no file is written twice"
     calls, _ = run(Window(2, 3), range(4, 6), tmp_path / "other")
-    assert calls == ["rest", "rest for good", "4", "5", "work", "work"]
+    assert calls == ["4", "5"]
     assert not (tmp_path / "other").exists()
 
 
@@ -110,7 +103,7 @@ def test_what_horovod_or_the_disk_refuses_is_a_warning(
         folder.write_text("")
     calls, warnings = run(Window(1, 2), range(1, 5), folder, FakeHorovod(fails, content))
     assert len(warnings) == 1 and reason in warnings[0] and "training continues" in warnings[0]
-    assert calls[-1] == "work" and ("start" in calls, "stop" in calls) == (started, stopped)
+    assert ("start" in calls, "stop" in calls) == (started, stopped)
     assert len(list(folder.glob("*"))) == files
 
 
@@ -123,8 +116,8 @@ def test_ranks_wait_for_the_window_to_open_and_to_close(tmp_path: Path) -> None:
         return len(done) + sum(f"timeline/{where}/length" in comm.in_flight for comm in list(comms.values())) == 2
 
     def rank(comm: ThreadComm) -> None:
-        recording, writer = (horovod, horovod) if comm.rank == 0 else (None, None)
-        timeline = HorovodTimeline(comm, recording, writer, Window(2, 3), tmp_path, pytest.fail)
+        recording = horovod if comm.rank == 0 else None
+        timeline = HorovodTimeline(comm, recording, Window(2, 3), tmp_path, pytest.fail)
         comms[comm.rank] = comm
         for step in range(1, 5):
             where = {2: "open", 4: "close"}.get(step)

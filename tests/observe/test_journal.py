@@ -127,6 +127,22 @@ def test_what_finds_no_room_waits_and_is_written_in_order(tmp_path: Path) -> Non
     assert len(said) == 2
 
 
+@pytest.mark.parametrize("later_s", [2.0, None])
+def test_it_is_not_tried_at_each_line_but_later_and_at_the_end(tmp_path: Path, later_s: float | None) -> None:
+    now_s = [0.0]
+    journal = Journal(tmp_path / "j", list[str]().append, clock=lambda: now_s[0])
+    with room_for(tmp_path / "j", 0):
+        journal.write(_record(1))
+    journal.write(_record(2))
+    assert _steps(tmp_path / "j") == []
+    if later_s is not None:
+        now_s[0] = later_s
+        journal.write(_record(3))
+        assert _steps(tmp_path / "j") == [1, 2, 3]
+    journal.close()
+    assert _steps(tmp_path / "j")[:2] == [1, 2]
+
+
 def test_of_too_many_the_oldest_are_lost_and_counted_where_they_were(tmp_path: Path) -> None:
     said, now_s = list[str](), [0.0]
     journal = Journal(tmp_path / "j", said.append, limit=3, clock=lambda: now_s[0])
@@ -140,6 +156,21 @@ def test_of_too_many_the_oldest_are_lost_and_counted_where_they_were(tmp_path: P
     assert found == [1, ("lines_lost", 4), 6, 7, 8]
     assert any("4 lines of the journal are lost" in text for text in said)
     journal.close()
+
+
+def test_lines_missing_at_the_end_are_reported(tmp_path: Path) -> None:
+    said = list[str]()
+    journal = Journal(tmp_path / "j", said.append)
+    journal.write(_record(1))
+    with room_for(tmp_path / "j", 0):
+        for step in range(2, 5):
+            journal.write(_record(step))
+        journal.close()
+    assert len(said) == 2 and "3 lines" in said[1] and "steps 2 to 4" in said[1]
+    full = Journal(Path("/dev/full"), said.append)
+    full.write({"event": "started"})
+    full.close()
+    assert len(said) == 4, "a disk that is full for ever ends nothing"
 
 
 def test_seconds_and_positions_leave_out_what_was_done_again(tmp_path: Path) -> None:

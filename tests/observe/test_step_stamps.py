@@ -55,26 +55,7 @@ def one_step(spans: Spans, clock: Clock, step: int, rank: int) -> None:
     spans.record("step", began)
 
 
-class Looks:
-    """Whether anything looks at the experts, now and in each step."""
-
-    def __init__(self) -> None:
-        self.looking = False
-        self.seen: list[bool] = []
-
-    def begin(self) -> None:
-        self.looking = True
-
-    def end(self) -> None:
-        self.looking = False
-
-    def pop_share(self) -> float:
-        return math.nan
-
-    close = end
-
-
-def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks | None = None) -> list[Block]:
+def run(size: int, started_at: int, stop: int, finish: bool = True) -> list[Block]:
     """What rank 0 gathers of these steps."""
     gathered: list[Block] = []
 
@@ -88,11 +69,9 @@ def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks
         laps = [7.0, *[math.nan] * (len(written.FACTS) - 2)]  # waits for a core 7 us a lap
         causes: Any = SimpleNamespace(read=lambda: laps, close=laps.clear)
         writer: Any = SimpleNamespace(put=put, close=lambda patience_s: None) if comm.rank == 0 else None
-        stamps = StepStamps(comm, spans, clocks, causes, looks, started_at, stop, writer)
+        stamps = StepStamps(comm, spans, clocks, causes, started_at, stop, writer)
         for step in range(started_at + 1, stop + 1):
             stamps.begin_step(step)
-            if looks is not None:
-                looks.seen.append(looks.looking)
             one_step(spans, clock, step, comm.rank)
             if step % 10 == 0:
                 with spans("evaluation"):
@@ -104,14 +83,6 @@ def run(size: int, started_at: int, stop: int, finish: bool = True, looks: Looks
 
     on_ranks(size, body)
     return gathered
-
-
-@pytest.mark.parametrize("steps", [1, BLOCK, BLOCK + 1])
-@pytest.mark.parametrize("finish", [False, True])
-def test_hooks_on_experts_are_removed_at_the_end(steps: int, finish: bool) -> None:
-    looks = Looks()
-    run(1, 0, steps, finish, looks)
-    assert looks.seen == [step % BLOCK == 1 for step in range(1, steps + 1)] and not looks.looking
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -423,6 +423,21 @@ def test_a_closure_is_followed_with_summed_gradients(hvd: Any, job: Comm) -> Non
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_cleared_either_way(hvd: Any, to_none: bool) -> None:
+    model, other = _model(), _model()
+    optimizer = hvd.DistributedOptimizer(_sgd(model))
+    reference = hvd.DistributedOptimizer(_sgd(other))
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        assert all(p.grad is None if to_none or step == 0 else not p.grad.any() for p in model.parameters())
+        other.zero_grad()
+        for m, o in ((model, optimizer), (other, reference)):
+            _loss(m, hvd.rank(), step).backward()
+            o.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
 def _follows_one_rank(hvd: Any, model: nn.Module, optimizer: Any, ranks: Sequence[int], count: int) -> None:
     """With samples on `ranks` only, it has the parameters of one rank with their samples, over `count`."""
     alone = _model()

@@ -13,18 +13,21 @@ from hvdtrain.compression.coding_probe import answer
 from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
-from hvdtrain.plan.collectives import buckets, collectives
+from hvdtrain.plan.collectives import buckets, collectives, share_in_order
 from hvdtrain.plan.gradients import Gradient, finished
-from hvdtrain.plan.plan import Plan, Ranks
+from hvdtrain.plan.plan import BITS, Plan, Ranks
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16", "int8", BITS])
 def test_engines_hand_over_what_a_plan_says(shard: str, compression: str) -> None:
     """Backward skips a parameter. Segments of owners are equally long, and some have gaps."""
     model = nn.Sequential(nn.Linear(600, 1024), nn.Linear(1024, 600))
     model.register_parameter("skipped", nn.Parameter(torch.zeros(700)))
-    plan, comm = Plan(shard=shard, compression=compression, bucket_mib=3.0), ImaginedComm(2)
+    is_bits = compression == BITS
+    compression = "none" if is_bits else compression
+    plan = Plan(shard=shard, compression=compression, bucket_mib=3.0, bits=is_bits, micro_batches=4)
+    comm = ImaginedComm(2)
     engine = make_engine(torch.optim.SGD(model.parameters()), model, comm, plan)
     for _ in range(2):  # the first step learns the buckets
         comm.traffic.sent = 0
@@ -51,6 +54,15 @@ def test_a_gradient_of_few_rows_travels_as_these_until_there_are_too_many() -> N
     assert rows.collectives(parse("fp16"), 2)[1] == ("allreduce", 2.0 * 200 * 320)
     (all_of_it,) = buckets(Plan(), [embedding], Ranks(64, 64), parse("none"))
     assert [each.rows for each in (rows, all_of_it)] == [200, 0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard", "share"),
+    [(1, "none", 1.0), (2, "none", 1.0), (16, "optimizer", 1.0), (3, "none", 2.0), (3, "gradients", 1.0)],
+)
+def test_sums_in_one_order_send_more_where_ranks_do_not_divide_the_tree(ranks: int, shard: str, share: float) -> None:
+    """16 micro-batches; on 3 ranks the middle one, with 5, sends 3 sums."""
+    assert share_in_order(Plan(shard=shard, bits=True, micro_batches=16), ranks) == share
 
 
 def test_what_backward_skips_comes_last() -> None:

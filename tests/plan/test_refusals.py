@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -73,14 +74,6 @@ def test_what_may_be_compressed(options: dict[str, Any], supported: tuple[str, .
         ({"engine": "fsdp", "dp_shard": 2, "offload": "optimizer"}, "--memory.offload", "--memory.offload none"),
         ({"engine": "fsdp", "dp_shard": 2, "pp": 2}, "dp_shard 2 does not support --parallel.pp 2", "--parallel.pp 1"),
         ({"engine": "fsdp", "bucket_mib": 8.0}, "exchanges each block by itself", "--parallel.bucket_mib null"),
-        ({"engine": "fsdp", "pp": 2, "zero_bubble": True}, "--parallel.zero_bubble true", "zero_bubble false"),
-        ({"engine": "fsdp", "pp": 2, "virtual_stages": 2}, "--parallel.virtual_stages 2", "virtual_stages 1"),
-        ({"offload": "optimizer"}, "only a divided optimizer", "--parallel.shard optimizer"),
-        ({"engine": "fsdp", "offload": "optimizer", "tp": 2}, "optimizer is on the device", "tp 1"),
-        ({"shard": "parameters"}, "only FSDP divides parameters", "--parallel.engine fsdp"),
-        ({"shard": "gradients", "pp": 2}, "gradients does not support --parallel.pp 2", "--parallel.shard none"),
-        ({"pp": 2, "zero_bubble": True, "train": TrainConfig(compile=True)}, "--train.compile true", "compile false"),
-        ({"pp": 2, "train": TrainConfig(micro_batch="auto")}, "pp 2 does not support --train.micro_batch auto", ""),
         ({"compression": "fp8"}, "invalid compression 'fp8'", ""),
         ({"engine": "ddp", "compression": "powersgd:x"}, "invalid compression 'powersgd:x'", ""),
         *(({"cp": 2, **more}, "cp 2 does not support", "") for more in (BALANCE, {"sync": "diloco:2", "workers": 2})),
@@ -142,6 +135,28 @@ def test_what_others_ask_of_a_plan(engine: str) -> None:
     assert plan.by_horovod == (engine == "horovod") and plan.places_model == plan.torch_in_passes == (engine == "fsdp")
     assert plan.copies_weights == (engine != "fsdp") and plan.dimensions == Dimensions(cp=2)
     assert plan.shard == ("parameters" if engine == "fsdp" else "none")
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"compression": "int8"}, "--parallel.compression int8"),
+        ({"compression": AUTO}, "--parallel.compression auto"),
+        ({"engine": "ddp"}, "--parallel.engine ddp"),
+        ({"engine": "fsdp", "dp_shard": 2}, "--parallel.dp_shard 2"),
+        ({"engine": "fsdp", "offload": "optimizer"}, "--parallel.engine fsdp with --memory.offload optimizer"),
+        *(({name: 2}, f"--parallel.{name} 2") for name in ("tp", "ep", "cp", "pp")),
+        ({"sync": "diloco:2", "workers": 2}, "--parallel.sync diloco:2"),
+        ({"train": TrainConfig(compile=True)}, "--train.compile true"),
+    ],
+    ids=str,
+)
+def test_what_cannot_keep_bits_is_named_with_the_nearest_that_can(options: dict[str, Any], found: str) -> None:
+    train = replace(options.get("train", TrainConfig()), reproducible="bits")
+    with pytest.raises(ConfigError, match=f"--train.reproducible bits does not support {found}: ") as caught:
+        resolve(config(**{**options, "train": train}))
+    assert f"{found.split()[-2]} " in str(caught.value.next_step)
+    assert "--train.reproducible none" in str(caught.value.next_step)
 
 
 def test_groups_that_exchange_apart() -> None:

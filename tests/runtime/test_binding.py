@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.runtime.host import (
-    BY_LAUNCHER,
     Binding,
     Seat,
-    bind_to_domains,
     bind_to_gpus,
     binding_map,
     cores_near,
@@ -23,7 +21,7 @@ from hvdtrain.runtime.host import (
     numa_domains,
     problems,
 )
-from tests.support.sysfs import DGX_GPUS, GRACE, GRACE_GPUS, QUARTERS, SOCKETS, dgx_h100, gh200, two_sockets
+from tests.support.sysfs import DGX_GPUS, GRACE, GRACE_GPUS, SOCKETS, dgx_h100, gh200
 
 CPUS = st.frozensets(st.integers(0, 63), min_size=1)
 
@@ -81,54 +79,6 @@ def test_a_rank_with_few_cores_near_its_gpu_keeps_its_mask(
     assert cores([unknown]) == [allowed] and "does not list" in unknown.kept
 
 
-@pytest.mark.parametrize(
-    ("allowed", "expected"),
-    [
-        ("0-255", ["0-255"]),
-        ("0-255", ["0-63,128-191", "64-127,192-255"]),
-        ("0-255", [QUARTERS[0], QUARTERS[1], "64-127,192-255"]),
-        ("0-255", list(QUARTERS)),
-        ("0-255", [QUARTERS[n] for n in (0, 0, 1, 2, 2, 3)]),
-        ("0-255", [quarter for quarter in QUARTERS for _ in "12"]),
-        ("40-100", ["40-63", "64-100"]),
-    ],
-)
-def test_cpu_ranks_share_out_the_domains(allowed: str, expected: list[str], tmp_path: Path) -> None:
-    domains = numa_domains(two_sockets(tmp_path) / "sys")
-    assert cores(bind_to_domains([Seat(cpu_list(allowed))] * len(expected), domains)) == expected
-
-
-@pytest.mark.parametrize("allowed", [["0-3", "4-7"], ["0-31", "0-31"]])
-def test_masks_of_a_launcher_that_binds_are_kept(allowed: list[str], tmp_path: Path) -> None:
-    domains = numa_domains(two_sockets(tmp_path) / "sys")
-    found = bind_to_domains([Seat(cpu_list(cpus)) for cpus in allowed], domains)
-    assert cores(found) == allowed and [binding.kept for binding in found] == [BY_LAUNCHER] * 2
-
-
-def test_a_machine_of_one_domain_is_bound_to_it_and_one_without_is_not(tmp_path: Path) -> None:
-    both = cpu_list("0-1")
-    assert bind_to_domains([Seat(both)], [both]) == [Binding(both)]
-    (found,) = bind_to_domains([Seat(both)], numa_domains(tmp_path))
-    assert found.cpus == both and "no NUMA domains" in found.kept
-
-
-@settings(max_examples=50)
-@given(st.lists(CPUS, max_size=8), CPUS, st.integers(1, 20))
-def test_domains_are_within_the_mask_and_all_in_use(
-    parts: list[frozenset[int]], allowed: frozenset[int], n: int
-) -> None:
-    domains = [part - frozenset().union(*parts[:at]) for at, part in enumerate(parts)]
-    domains = [domain for domain in domains if domain]
-    found = bind_to_domains([Seat(allowed)] * n, domains)
-    assert len(found) == n
-    assert all(binding.cpus and binding.cpus <= allowed for binding in found)
-    if not any(binding.kept for binding in found):
-        assert frozenset().union(*(b.cpus for b in found)) == allowed & frozenset().union(*domains)
-        usable = [domain & allowed for domain in domains if domain & allowed]
-        if n >= len(usable):
-            assert [b.cpus for b in found] == sorted((b.cpus for b in found), key=usable.index), "in blocks"
-
-
 @settings(max_examples=50)
 @given(st.lists(st.tuples(CPUS, st.frozensets(st.integers(0, 63))), min_size=1, max_size=8), st.booleans())
 def test_cores_near_a_gpu_are_within_the_mask(ranks: list[tuple[frozenset[int], frozenset[int]]], insist: bool) -> None:
@@ -158,8 +108,7 @@ def test_hosts_that_are_alike_share_a_line_and_problems_name_the_ranks() -> None
         "binding on f: local rank 0 on cores 4-7",
     ]
     far = Binding(cpu_list("0-3"), kept="they may use none of the cores near their GPUs (4-7)")
-    groups = binding_map(list("aabb"), [low, far, far, Binding(cpu_list("0-3"), kept=BY_LAUNCHER)])
+    groups = binding_map(list("aabb"), [low, far, far, low])
     (problem,) = problems(groups)
     assert problem.startswith(f"ranks 1-2 are not bound to cores: {far.kept}")
-    assert "local rank 1 on cores 0-3 (as the launcher bound them)" in " ".join(list(describe_map(groups))[1].split())
     assert not list(describe_map([]))

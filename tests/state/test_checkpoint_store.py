@@ -299,6 +299,19 @@ def test_sigkill_while_saving_loses_nothing_that_was_saved(tmp_path: Path, momen
     assert torch.equal(state.tensors["model"]["w"], torch.full((1_000_000,), float(saved.step)))
 
 
+def test_progress_is_reported_while_files_are_written_and_read(tmp_path: Path) -> None:
+    moves: list[int] = []
+    store = CheckpointStore(tmp_path, pytest.fail, lambda: moves.append(1))
+    state = _state().state_dict()
+    mib = {"big": torch.zeros(5 << 20, dtype=torch.uint8)}
+    path = save(store, 1, StateDict({**state.tensors, "model": mib}, state.values))
+    files = len(list(path.iterdir()))
+    assert len(moves) >= 5 + 2 * files - 2, "each MiB that is verified, each file written and on the disk"
+    moves.clear()
+    assert store.load_newest() is not None
+    assert len(moves) >= 5 + files - 1
+
+
 def _forge(path: Path, name: str, content: bytes) -> None:
     (path / name).write_bytes(content)
     manifest = json.loads((path / MANIFEST).read_text())

@@ -26,7 +26,6 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"parallel.cp": 2},
     _PP,
     {"parallel.virtual_stages": 2, **_PP},
-    {"parallel.zero_bubble": True, **_PP},
     *(
         {"parallel.compression": name}
         for name in ("fp16", "bf16", "int8", "int8-stochastic", "topk", "powersgd", "auto")
@@ -37,7 +36,6 @@ SETTINGS: tuple[Mapping[str, Any], ...] = (
     {"parallel.balance": "speed"},
     {"parallel.buffers": "check"},
     *({"precision": name} for name in ("fp16", "bf16", "bf16-weights")),
-    {"train.micro_batch": "auto"},
     {"train.compile": True},
     {"train.ema": 0.9},
     {ELASTIC: True},
@@ -108,7 +106,7 @@ _HEAD = """\
 # Which options go together
 
 Of two options, what is not listed goes together, but for what an option needs: `--parallel.dp_shard` needs
-`--parallel.engine fsdp`, `--parallel.virtual_stages` and `--parallel.zero_bubble` need `--parallel.pp`,
+`--parallel.engine fsdp`, `--parallel.virtual_stages` needs `--parallel.pp`,
 `--memory.offload` needs a divided optimizer, and what these do not support is not supported with them. With
 `--parallel.engine fsdp` it does not go with `--parallel.tp`, `ep` and `pp`, either.
 `hvdtrain plan` with the options of a run says it for three and more at once, and names the nearest that work. What

@@ -61,7 +61,6 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "gradients": ("--parallel.shard=gradients",),
     "zero": ("--parallel.shard=optimizer",),
     "buckets": ("--parallel.bucket_mib=0.25",),
-    "later": ("--parallel.zero_bubble=true",),
     "virtual": ("--parallel.virtual_stages=2",),
     "small": ("--train.micro_batch=1",),
     "hosted": ("--memory.offload=optimizer",),
@@ -106,8 +105,7 @@ TWO = _trainings("""
     cp2ddp cp2fsdp cp2gradients: latent
     pp2: latent heads adamw averaged recomputed frozen tied dropping balanced fp16 bf16-weights
     tp2: adapted adapted_adamw
-    pp2virtual pp2virtuallater: dropping
-    pp2later: latent recomputed tied bf16 fp16 bf16-weights
+    pp2virtual: dropping
     cp2int8 cp2topk cp2auto: latent
     cp2ddpbrain: fp16
     cp2ddppowersgd: bf16
@@ -119,10 +117,10 @@ FOUR = _trainings("""
     tp2: latent norms
     tp2ep2 tp2ep4zero ep2groups: adamw
     cp4 pp2cp2: heads
-    pp2 pp2zero pp2ep2 pp2zerolater pp2ep2fsdp pp2fsdp: many
+    pp2 pp2zero pp2ep2 pp2ep2fsdp pp2fsdp: many
     tp2zerobuckets: wide
     ep2zero: frozen
-    tp2zero tp2zerohosted tp2gradients pp2tp2later: norms
+    tp2zero tp2zerohosted tp2gradients: norms
     ep2gradients ep2gradientshosted: adamw
     ep2gradients: own
     tp2ep4gradients: frozen
@@ -131,14 +129,14 @@ FOUR = _trainings("""
     tp2fsdp: norms own tied bf16-weights
     tp2ep4fsdp: averaged adapted
     tp2zero pp2tp2: adapted
-    pp4 pp4later pp2zero: dropping
+    pp4 pp2zero: dropping
     pp2fsdpsmall: recomputed averaged frozen bf16-weights
     tp2half: latent
     ep2zerohosted: adamw
-    cp2pp2virtuallaterzerohostedbucketschecked: deep+fp16+averaged
-    ep2pp2virtuallaterhalf: deep+fp16
-    tp2pp2virtuallaterbrainchecked: deep+bf16
-    pp2virtuallaterstochastic: deep+bf16-weights
+    cp2pp2virtualzerohostedbucketschecked: deep+fp16+averaged
+    ep2pp2virtualhalf: deep+fp16
+    tp2pp2virtualbrainchecked: deep+bf16
+    pp2virtualstochastic: deep+bf16-weights
     ep2cp2groupsstochasticbucketschecked: bf16+averaged
     ep2groupsbrain: bf16-weights
 """)

@@ -201,8 +201,8 @@ def engines(folder: Path) -> Recorded:
 
 @_recording
 def resumed(folder: Path) -> Recorded:
-    """Two ranks by ``hvdtrain launch``, each bound to a NUMA domain, stopped at step 25; then by mpirun, to the end."""
-    half = (*TOY, "--train.stop_at=25", "--parallel.bind=numa")
+    """Two ranks by ``hvdtrain launch``, stopped at step 25; then by mpirun, to the end."""
+    half = (*TOY, "--train.stop_at=25")
     first = run(["-m", "hvdtrain", "launch", "-np", "2", "--", *half], cwd=folder, environment=_ROOT)
     second = _trained(folder, *TOY)
     return Recorded(folder, second.code, second.out, second.err, {"out": first.stdout, "err": first.stderr})
@@ -291,6 +291,7 @@ def language(folder: Path) -> Recorded:
 _INT8, _STOP = "--parallel.compression=int8", "--train.stop_at=3"
 _HALVES = [("halves", (_STOP,)), ("halves", ()), ("int8_halves", (_INT8, _STOP)), ("int8_halves", (_INT8,))]
 _HALVES += [("remade_halves", (*VARIANTS["remade"], _STOP)), ("remade_halves", VARIANTS["remade"])]
+_BITS = ("--train.reproducible=bits", "--train.global_batch=11", "--method=momentum")
 _ALONE: dict[str, tuple[str, ...]] = {
     **VARIANTS,
     "statistics": STATISTICS,
@@ -300,6 +301,8 @@ _ALONE: dict[str, tuple[str, ...]] = {
     "offload": ("--memory.offload=optimizer",),
     "int8/offload": (_INT8, "--memory.offload=optimizer"),
     "recomputed": ("--memory.checkpointing=selective",),
+    "bits": _BITS,
+    "bits_again": (*_BITS, "--again=true"),
 }
 """Trainings by FSDP in one group, by name."""
 _IN_GROUPS: dict[str, tuple[str, ...]] = {
@@ -334,7 +337,7 @@ def fsdp(folder: Path) -> Recorded:
     out = train_by_fsdp(folder / "two", first, 2, "mpirun")
     train_on_threads(*STACK, f"--run_dir={folder / 'two' / 'crossed' / 'run'}", size=1)
     train_on_threads(*STACK, resized, "--train.stop_at=3", size=1)
-    some = [(name, _ALONE[name]) for name in ("even", "uneven", "statistics", "int8")]
+    some = [(name, _ALONE[name]) for name in ("even", "uneven", "statistics", "int8", "bits")]
     last = [*some, ("", (resized, "--train.stop_at=5"))]
     out += train_by_fsdp(folder / "four", last, 4, "torchrun")
     train_on_threads(*STACK, resized, "--parallel.shard=optimizer", size=2)

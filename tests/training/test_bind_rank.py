@@ -22,7 +22,7 @@ from hvdtrain.runtime.tuning import RECORD
 from hvdtrain.training.start import device
 from hvdtrain.training.start.device import bind_rank
 from tests.support.launch import ROOT, run
-from tests.support.sysfs import DGX_GPUS, QUARTERS, SOCKETS, dgx_h100, two_sockets
+from tests.support.sysfs import DGX_GPUS, SOCKETS, dgx_h100
 from tests.support.thread_comm import on_ranks
 
 CPU = torch.device("cpu")
@@ -123,15 +123,10 @@ def test_a_rank_is_pinned_near_its_gpu_or_not_at_all(
     assert binding is not None and (kept in binding.kept if kept else not binding.kept)
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-def test_cpu_ranks_are_pinned_to_their_domain(elastic: bool, host: Host) -> None:
-    host.root, host.allowed = two_sockets(host.root), ["0-255"]
-    assert [cores for cores, _, _ in host.bind("numa", 4, elastic=elastic)] == list(QUARTERS)
-
-
 def test_hosts_of_the_same_name_are_not_one_host(host: Host) -> None:
-    host.root, host.allowed, host.local_size = two_sockets(host.root), ["0-255"], 8
-    assert [cores for cores, _, _ in host.bind("numa", 4)] == [QUARTERS[n // 2] for n in range(4)]
+    """Four ranks near the same 56 cores, of eight that the launcher counts on each host."""
+    host.root, host.gpus, host.local_size = dgx_h100(host.root), DGX_GPUS[:4], 8
+    assert {threads for _, threads, _ in host.bind("auto", 4)} == {14}
 
 
 @pytest.mark.parametrize(("wanted", "gpus"), [("auto", ()), ("none", ()), ("none", DGX_GPUS)])
@@ -141,7 +136,7 @@ def test_nothing_is_bound(wanted: str, gpus: Sequence[str], host: Host) -> None:
 
 
 def test_cores_near_a_gpu_need_one(host: Host) -> None:
-    with pytest.raises(ConfigError, match=r"--parallel.bind gpu(?s:.*)--parallel.bind numa"):
+    with pytest.raises(ConfigError, match=r"--parallel.bind gpu(?s:.*)--bind-to numa"):
         host.bind("gpu", 1)
 
 

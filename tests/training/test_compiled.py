@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -127,52 +126,11 @@ def test_blocks_are_not_compiled_again_for_new_bf16_copies_of_weights(graphs: Gr
     assert counts[0] > 0 and counts == counts[:1] * 3
 
 
-class Breaking(nn.Module):
-    """A block that torch cannot compile as one graph, and compiles again when `late` changes."""
-
-    late = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.linear(x)
-        torch._dynamo.graph_break()
-        return h * 2 if self.late else h * 3
-
-
 def _task(block: nn.Module, width: int, held_out: int = 0, **more: Any) -> Task:
     model = nn.ModuleDict({"layers": nn.ModuleList([block])})
     data, held = (torch.utils.data.TensorDataset(torch.ones(count, width)) for count in (8, held_out))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Task(model, lambda _, batch: (block(batch[0]).sum(), 1), data, held, optimizer=optimizer, **more)
-
-
-@pytest.mark.parametrize("breaks", [True, False])
-def test_graph_breaks_and_late_compilations_are_counted(
-    breaks: bool, graphs: Graphs, trained: Callable[..., Recorded], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def build(rank: int) -> Task:
-        block: Any = Breaking() if breaks else nn.Linear(2, 2)
-
-        def schedule(step: int) -> float:  # called before each step
-            block.late = step >= 2
-            return 1.0
-
-        return _task(block, 2, schedule=schedule)
-
-    options = ("--train.compile=true", "--train.steps=4", "--train.global_batch=2", "--train.micro_batch=2")
-    (found,) = trained("one", *options, size=1, build=build).events("compiled")
-    shown = capsys.readouterr().out
-    assert found["frames"] >= len(graphs) > 0  # some functions have no operation of torch
-    assert (found["graph_breaks"], found["late"]) == (int(breaks), int(breaks))
-    assert f"{int(breaks)} graph break(s), {int(breaks)} compilation(s)" in shown
-    assert len(found["break_reasons"]) == len(found["late_reasons"]) == int(breaks)
-    if breaks:
-        assert re.search(r"forward_at_\d+ \(.*test_compiled\.py:\d+\)", found["break_places"][0])
-        assert "late" in found["late_reasons"][0] and "test_compiled.py" in found["late_reasons"][0]
-        assert found["break_reasons"][0] in shown
 
 
 @pytest.mark.parametrize(("held_out", "remainder"), [(6, 0), (8, 0), (2, 0), (6, 2)])

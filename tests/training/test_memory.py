@@ -1,8 +1,8 @@
-"""Each kind of memory is counted once; and the micro-batch that is predicted to fit all ranks of FSDP."""
+"""Each kind of memory is counted once; a limit, and advice about what lowers it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,26 +11,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.comm import torch_group
-from hvdtrain.comm.imagined import imagined_ranks
 from hvdtrain.comm.solo import SoloComm
-from hvdtrain.config.parse import RunConfig, parse_argv
-from hvdtrain.config.schema import Config, MemoryConfig
+from hvdtrain.config.schema import Config, MemoryConfig, ParallelConfig
 from hvdtrain.engine.make import make_engine
-from hvdtrain.errors import ConfigError
-from hvdtrain.fit.memory import predict_memory
-from hvdtrain.plan.plan import Plan, plan_of
-from hvdtrain.programs import Finished
+from hvdtrain.plan.plan import Plan
 from hvdtrain.spans import Spans
 from hvdtrain.training.diagnostics.failure_report import _memory_of
-from hvdtrain.training.records.memory import failing_module, largest_parameters, memory_by_kind, unused_memory
-from hvdtrain.training.start import micro_batch as finding
-from hvdtrain.training.start.micro_batch import predict_largest, use_found_micro_batch
-from tests.support.stack import STACK, stack
+from hvdtrain.training.records.memory import (
+    failing_module,
+    largest_parameters,
+    memory_advice,
+    memory_by_kind,
+    unused_memory,
+)
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 _MIB = 1 << 20
-_CPU = torch.device("cpu")
+_CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def _held(comm: ThreadComm) -> dict[str, float]:
@@ -115,73 +112,31 @@ def test_the_largest_parameters_are_named() -> None:
     assert list(largest_parameters(model).items()) == [("1.weight", 4.0), ("3.weight", 3.0), ("2.weight", 2.0)]
 
 
-def _parsed(micro_batch: str) -> RunConfig:
-    options = ("--parallel.engine=fsdp", "--train.global_batch=16", f"--train.micro_batch={micro_batch}")
-    return parse_argv([*STACK, *options], stack)
-
-
-def _of_rank(comm: Any, tmp_path: Path, run: Any) -> Any:
-    device = SimpleNamespace(type="cpu", index=comm.rank)
-    plan, info = plan_of(run.config), SimpleNamespace(folder=Path.cwd())
-    worker = SimpleNamespace(device=device, micro_batch=0, info=info, plan=plan)
-    recorder = SimpleNamespace(event=lambda record: None, say=lambda text: None)
-    layout = SimpleNamespace(journal=tmp_path / "journal.jsonl")
-    return SimpleNamespace(comm=comm, worker=worker, run=run, layout=layout, recorder=recorder)
-
-
-@pytest.mark.slow
-def test_the_rank_with_the_least_memory_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch_group, "_lasting", {})
-    with imagined_ranks(2):
-        needed = {size: predict_memory(_parsed(str(size)), stack, 2).peak for size in (4, 8)}
-    usable = [needed[8], needed[8] - 1]
-    assert needed[4] < usable[1]
-    monkeypatch.setattr(finding, "_usable_bytes", lambda device, limit: usable[device.index])
-
-    def body(comm: ThreadComm) -> Any:
-        current = _of_rank(comm, tmp_path, _parsed("auto"))
-        use_found_micro_batch(current)
-        return current.run.config.train.micro_batch, current.worker.micro_batch
-
-    assert on_ranks(2, body) == [(4, 4)] * 2
-    assert not torch.distributed.is_initialized()
-
-
-def _answers(code: int, line: str, error: str = "") -> Any:
-    return lambda *given, **named: Finished(code, line, error)
+BLOCKS = nn.Sequential(nn.Linear(1, 1))
+CHECKPOINTING, OFFLOAD = "--memory.checkpointing", "--memory.offload"
+SHARD, FSDP = "--parallel.shard", "--parallel.engine"
 
 
 @pytest.mark.parametrize(
-    ("answer", "most", "expected"),
+    ("size", "device", "parallel", "memory", "elastic", "expected"),
     [
-        (_answers(0, '[{"memory": {}, "micro_batch": 8}]'), 16, (8, [1])),
-        (_answers(0, '[{"memory": {}, "micro_batch": 8}]'), 4, (4, [])),
-        (_answers(1, '[{"memory": {}, "micro_batch": 1}]'), 16, (0, [1])),
-        (_answers(1, '[{"memory": null, "refused": "steps depend on values"}]'), 16, "steps depend on values"),
-        (_answers(2, "", "a warning\nhvdtrain: TaskError: no function"), 16, "TaskError: no function"),
+        (2, _GPU, {}, {}, False, [CHECKPOINTING, SHARD, FSDP]),
+        (1, _GPU, {}, {"checkpointing": "selective"}, False, [CHECKPOINTING]),
+        (2, _GPU, {}, {"checkpointing": "full"}, True, [SHARD]),
+        (2, _GPU, {"shard": "gradients"}, {}, True, [CHECKPOINTING, OFFLOAD]),
+        (2, _CPU, {"shard": "gradients"}, {}, True, [CHECKPOINTING]),
+        (2, _GPU, {"compression": "powersgd:4"}, {}, False, [CHECKPOINTING]),
+        (2, _GPU, {"engine": "fsdp"}, {}, False, [CHECKPOINTING, OFFLOAD]),
+        (2, _GPU, {"engine": "fsdp", "compression": "int8"}, {}, False, [CHECKPOINTING]),
+        (2, _GPU, {"engine": "fsdp"}, {"offload": "optimizer", "checkpointing": "full"}, False, []),
+        (2, _GPU, {"engine": "ddp"}, {}, False, [CHECKPOINTING, FSDP]),
     ],
 )
-def test_answers_of_a_prediction(
-    answer: Any, most: int, expected: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_advice_is_what_the_engine_supports_and_does_not_use(
+    size: int, device: torch.device, parallel: Any, memory: Any, elastic: bool, expected: list[str]
 ) -> None:
-    monkeypatch.setattr(finding, "run_program", answer)
-    monkeypatch.setattr(finding, "_usable_bytes", lambda device, limit: 2 - device.index)
-
-    def body(comm: ThreadComm) -> tuple[int, list[int]]:
-        return predict_largest(_of_rank(comm, tmp_path, SimpleNamespace(config=Config(), resolved={})), most)
-
-    if isinstance(expected, tuple):
-        assert on_ranks(2, body) == [expected] * 2
-    else:
-        with pytest.raises(ConfigError, match=expected):
-            on_ranks(2, body)
-
-
-@pytest.mark.parametrize(("limit", "gib"), [(None, 0.9 * 9), (4.0, 0.9 * 4), (99.0, 0.9 * 9)])
-def test_what_torch_and_others_hold_is_not_usable(
-    limit: float | None, gib: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 16 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 << 30)
-    device, memory = torch.device("cuda", 0), MemoryConfig(limit=limit)
-    assert finding._usable_bytes(device, memory.limit) == int(gib * 2**30)
+    config = replace(Config(), parallel=ParallelConfig(**parallel), memory=MemoryConfig(**memory))
+    found = memory_advice(config, BLOCKS, device, size, elastic=elastic)
+    assert [line.partition(" ")[0] for line in found] == expected
+    without = memory_advice(config, BLOCKS[0], device, size, elastic=elastic)
+    assert [line.partition(" ")[0] for line in without] == [x for x in expected if x not in (CHECKPOINTING, FSDP)]

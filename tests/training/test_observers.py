@@ -13,16 +13,13 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config
-from hvdtrain.config.windows import Window
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import Progress
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.training.records import observers
 from hvdtrain.training.round import Round
@@ -105,20 +102,6 @@ def test_sinks_get_the_records_of_the_journal_and_one_that_fails_fails_no_run(tm
 def test_what_is_not_there_is_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         _train(tmp_path, **options)
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_a_thread_that_sleeps_is_not_looked_for(quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[frozenset[int]] = []
-    monkeypatch.setattr(observers, "find_spinning_thread", looked.append)
-    watchers: list[Any] = []
-    comm: Any = SoloComm()
-    comm.started_threads, comm.start_timeline, comm.stop_timeline = frozenset({1, 2}), pytest.fail, pytest.fail
-    recorder: Any = SimpleNamespace(add_watcher=watchers.append, warn=pytest.fail, say=pytest.fail)
-    plan = TimelinePlan("window", Window(2, 3), quiet=quiet)
-    observers.add_horovod_timeline(recorder, plan, RunLayout(tmp_path), comm)
-    assert looked == ([] if quiet else [frozenset({1, 2})])
-    assert len(watchers) == 1
 
 
 Links = dict[tuple[str, ...], list[tuple[int, float]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +92,44 @@ def test_experts_with_few_tokens_become_more_likely() -> None:
     loads.close()
     _step(loads, model, [0, 0, 0, 0])  # nothing is counted any more
     assert model.gate.e_score_correction_bias.tolist() == expected
+
+
+def test_the_busiest_expert_of_this_rank_is_known_where_asked_for() -> None:
+    """Of the most uneven router, over all passes of the step after the question; not of an evaluation."""
+    model = nn.ModuleDict({"a": _model(), "b": _model(2), "c": _model()})
+    loads = _loads(model, SoloComm(), [])
+    assert math.isnan(loads.own_share())
+    for experts in ([0, 0, 0, 0], [2, 2, 2, 2]):
+        loads.begin(2)
+        for chosen in (experts, [3, 3, 1, 0]):
+            with loads.around_forward(None):
+                model["a"](torch.tensor(chosen))
+                model["b"](torch.tensor([0, 1]))
+        model["b"](torch.tensor([0, 0]))
+        loads.start()
+        loads.finish(1, applied=False)
+    assert loads.own_share() == 0.625 and math.isnan(loads.own_share())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss"])
+def test_routers_of_transformers_are_found(family: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make setup")
+    options = {
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 0},
+        **{"num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2},
+        **{"topk_group": 1, "pad_token_id": 0},
+        **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank", "v_head_dim"), 8),
+        **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
+    }
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **options))
+    loads, ids = _loads(model.train(), SoloComm(), []), torch.arange(32).reshape(2, 16)
+    loads.own_share()
+    loads.begin(1)
+    with loads.around_forward(None):
+        model(ids)
+    loads.start()
+    assert 1 / 4 <= loads.own_share() <= 1 / 2
 
 
 def test_tokens_are_counted_on_all_ranks_and_once() -> None:

@@ -150,17 +150,6 @@ def test_looks_are_bounded_within_a_number_of_steps(monkeypatch: pytest.MonkeyPa
     assert [e["at_step"] for e in _events("not_finite")] == [5, 10, 15, 56, 80]
 
 
-def test_a_drop_and_a_rise_are_events() -> None:
-    def factor(step: int) -> float:
-        noise = 1 + 0.02 * (step * 7 % 5 - 2)
-        return noise * (1e-3 if step == 70 else 1.0) * (1 + max(0, step - 150) / 500)
-
-    hvdtrain.train(_config(steps=420), _by_step(factor))
-    assert [e["at_step"] for e in _events("loss_drop")] == [70]
-    (rise,) = _events("loss_rises")
-    assert rise["at_step"] in (256, 320, 384) and rise["since"] <= 192 and rise["loss"] > rise["before"]
-
-
 @pytest.mark.parametrize("stop", [None, 38])
 def test_a_spike_is_reported_once_also_right_after_a_resume(
     stop: int | None, capsys: pytest.CaptureFixture[str]

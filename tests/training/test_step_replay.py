@@ -157,6 +157,22 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert replay(stepper, stream, 0, 1.0) == ([], {})
 
 
+def test_a_replay_that_raises_is_reported() -> None:
+    base = _marked(faulty.divides)
+    calls = iter([False] * (GLOBAL // MICRO))
+
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+        if next(calls, True):
+            raise RuntimeError("once is enough")
+        return base.loss(model, x)  # type: ignore[return-value]
+
+    stepper, stream = _parts(replace(base, loss=loss))
+    _step(stepper, stream)
+    before = _everything(stepper)
+    assert replay(stepper, stream, 0, 1.0) == ([], {0: "RuntimeError: once is enough"})
+    _assert_same(before, _everything(stepper))
+
+
 def _everything(stepper: Stepper) -> dict[str, Any]:
     return {
         "model": copy.deepcopy(stepper.model.state_dict()),
@@ -189,6 +205,26 @@ def test_training_is_untouched_bit_for_bit(function: Callable[[Tensor], Tensor],
                 _assert_same(before, _everything(stepper))
         ends.append(_everything(stepper))
     _assert_same(*ends)
+
+
+def test_modes_and_gradients_that_the_optimizer_never_sees_stay() -> None:
+    base = _marked(faulty.divides)
+    extra = nn.Parameter(torch.ones(()))
+    base.model.before[0].register_parameter("extra", extra)  # type: ignore[index]
+    first = iter([True, True])
+
+    def loss(model: Any, x: Tensor) -> tuple[Tensor, int]:
+        model.drop.train(next(first, False))
+        value, weight = base.loss(model, x)
+        return value + extra, weight  # type: ignore[return-value]
+
+    stepper, stream = _parts(replace(base, loss=loss), micro=8, trained=base.model.head)  # type: ignore[arg-type]
+    for _ in range(2):  # what nobody clears adds up
+        _step(stepper, stream)
+    before, gradient = _everything(stepper), extra.grad.clone()  # type: ignore[union-attr]
+    assert replay(stepper, stream, 0, 1.0)[0]
+    _assert_same(before, _everything(stepper))
+    assert torch.equal(extra.grad, gradient)  # type: ignore[arg-type]
 
 
 class _Checkpointed(nn.Sequential):

@@ -31,11 +31,6 @@ _NEAR = 0.05
 """Of a run: a rank that turned slow so shortly before or after is the reason of a change."""
 _FEW, _MANY = 10, 50
 _TURNS_WITH_TICKS = 5
-_COMPILATIONS = (
-    ("recompile", "late", "late_reasons", "compiled {} function(s) after step 1", "use batches of one shape"),
-    ("graph_break", "graph_breaks", "break_reasons", "broke {} graph(s)", "remove from blocks what breaks them"),
-)
-"""Kind, fields of the event ``compiled`` with the number and the reasons, text and advice."""
 
 
 def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Finding]:
@@ -43,7 +38,7 @@ def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Findi
 
     Of `others`, starts with their shares of the steps of the run, it is what matters about their ranks.
     """
-    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _compilations, _start_up, _changes]
+    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
         rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
@@ -55,16 +50,6 @@ def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Findi
             if found.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * facts.step_ms):
                 every.append(replace(found, text=f"{wording.start_of(other.blame)}: {found.text}", cost_ms=cost))
     return sorted(every, key=lambda finding: -(finding.cost_ms or 0.0))
-
-
-def _compilations(facts: Facts) -> Iterator[Finding]:
-    """Report what torch.compile compiled too late, or could not compile as one graph."""
-    event = facts.run.newest("compiled")
-    for kind, count, why, text, advice in _COMPILATIONS:
-        number, reasons = event.get(count), event.get(why)
-        if isinstance(number, int) and number > 0:
-            first = f": {reasons[0]}" if isinstance(reasons, list) and reasons else ""
-            yield Finding(kind, f"torch.compile {text.format(number)}{first}", None, advice)
 
 
 def _start_up(facts: Facts) -> Iterator[Finding]:

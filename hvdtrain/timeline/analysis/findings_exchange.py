@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -140,23 +139,15 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     numbers = (stages, batch, micro_batch, tp, cp, chunks)
     if not all(isinstance(each, int) and each > 0 for each in numbers) or stages < 2:
         return
-    later = facts.option("parallel", "zero_bubble") is True
-    dimensions = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks, zero_bubble=later)
+    dimensions = Dimensions(tp=tp, cp=cp, pp=stages, virtual_stages=chunks)
     every = -(-batch // micro_batch)
     passes, share = dimensions.own_passes(size, every), dimensions.bubble(size, every)
     least = f"at least {share:.0%} of forward and backward with {passes} micro-batches"
     advice = []
-
-    def advise(change: str, share_then: float) -> None:
-        if (gain := 1 - (1 - share) / (1 - share_then)) >= _GAIN:
-            advice.append(f"{change} up to {gain:.0%} less time a sample")
-
     smaller = "a smaller --train.micro_batch, or " if micro_batch > 1 else ""
     more = f"more micro-batches: {smaller}a larger --train.global_batch; with twice as many,"
-    advise(more, dimensions.bubble(size, 2 * every))
-    by_fsdp = facts.option("parallel", "engine") == "fsdp"  # without zero bubble and virtual stages
-    if not (later or by_fsdp or facts.option("train", "compile")):  # nor is it for compiled blocks
-        advise("--parallel.zero_bubble true:", replace(dimensions, zero_bubble=True).bubble(size, every))
+    if (gain := 1 - (1 - share) / (1 - dimensions.bubble(size, 2 * every))) >= _GAIN:
+        advice.append(f"{more} up to {gain:.0%} less time a sample")
     waits = _waits_for_activations(facts)
     if waits is not None:
         cost = float(waits.mean())
@@ -167,7 +158,7 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     elif share >= _IDLE:
         cost = share * facts.ms("forward", "backward")
         text = f"the {stages} stages of a pipeline wait for each other: {least}"
-        if not by_fsdp:  # on CPUs, they make steps longer
+        if facts.option("parallel", "engine") != "fsdp":  # on CPUs, they make steps longer
             advice.append(f"more --parallel.virtual_stages than {chunks}")
     else:
         return

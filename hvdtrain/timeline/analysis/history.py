@@ -33,7 +33,6 @@ _LONG = 0.1
 _EVENTS = {
     "resumed": "the run was resumed",
     "config_changed": "options were changed",
-    "micro_batch_found": "another micro-batch was chosen",
     "compression_chosen": "a compression was chosen",
     "shares": "ranks got other shares of the batch",
 }

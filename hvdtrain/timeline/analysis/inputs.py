@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.sync import AUTO_SYNC, EVERY_STEP
+from hvdtrain.config.sync import EVERY_STEP
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline import wording
@@ -131,4 +131,4 @@ class Facts:
 
     def may_train_apart(self) -> bool:
         """Return whether the run exchanges in each step, by an engine that supports workers which train apart."""
-        return not self.has_other_engine() and self.option("parallel", "sync") in (None, EVERY_STEP, AUTO_SYNC)
+        return not self.has_other_engine() and self.option("parallel", "sync") in (None, EVERY_STEP)

@@ -114,7 +114,7 @@ def _read(
             bucket_mib=config["parallel"].get("bucket_mib"),
         ),
         config["train"]["global_batch"],
-        _micro_batch(path, config),
+        config["train"]["micro_batch"],
     )
     job = replace(job, of_rank_0=_of_rank_0(path, job))
     plan = job.plan
@@ -170,12 +170,12 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """
     parallel, dimensions = config["parallel"], Dimensions.of(config["parallel"])
     engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
-    is_whole = (engine, shard) == ("horovod", "none") and dimensions.virtual_stages == 1 and not dimensions.zero_bubble
+    is_whole = (engine, shard) == ("horovod", "none") and dimensions.virtual_stages == 1
     if dimensions.divides_model and not is_whole:
         raise DataError(
             f"{path} cannot be predicted: a run with --parallel.engine {engine} --parallel.shard {shard}"
             f" {dimensions.options} does not record when backward finishes each gradient",
-            expected="--parallel.engine horovod --parallel.shard none, without virtual stages and zero bubble",
+            expected="--parallel.engine horovod --parallel.shard none, without virtual stages",
             next_step="measure the change, and compare both runs: hvdtrain compare",
         )
     if engine != "fsdp":
@@ -196,13 +196,6 @@ def _notes(profile: Mapping[str, Any]) -> list[str]:
     if profile["device"] != "cpu":
         notes.append("coding is counted as work of the computing stream, but on a GPU it has its own stream")
     return notes
-
-
-def _micro_batch(path: Path, config: Mapping[str, Any]) -> int:
-    """Return the samples of a pass; those that were found, with ``auto``."""
-    found = read_events(RunLayout(path).journal, "micro_batch_found")
-    given = config["train"]["micro_batch"]
-    return int(found[-1]["samples"]) if given == "auto" and found else int(given)
 
 
 def _of_rank_0(path: Path, job: Job) -> float:

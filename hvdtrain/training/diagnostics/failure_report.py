@@ -95,4 +95,4 @@ def _memory_of(current: Round, error: BaseException) -> dict[str, Any]:
     with suppress(Exception):  # of a failed device; the rest is known
         held["unused"] = unused_memory(worker.device)
     held |= {"module": failing_module(error, worker.state.model), "largest": largest_parameters(worker.state.model)}
-    return {**held, "micro_batch": config.train.pass_samples, "precision": config.precision, "advice": advice}
+    return {**held, "micro_batch": config.train.micro_batch, "precision": config.precision, "advice": advice}

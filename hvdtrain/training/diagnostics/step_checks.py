@@ -1,4 +1,4 @@
-"""Check each step's result: skipped steps, jumps of the loss and of the gradient norm, and a loss that rises slowly.
+"""Check each step's result: skipped steps, and jumps of the loss and of the gradient norm.
 
 Change point libraries such as ruptures are not used: a step is judged when it ends, from the steps before it.
 """
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median as median_of
-from typing import Any, Literal
+from typing import Any
 
 from hvdtrain.errors import NonFiniteError
 from hvdtrain.state.train_state import Progress
@@ -33,11 +33,6 @@ _QUIET = 8  # steps without a spike before the next one counts as new
 
 KEEP = WINDOW + _QUIET  # values that `detect_jump` needs
 
-_RISES = 4.0  # deviations of the mean of a window, of about an eighth of those of its values
-_IN_A_ROW = 3
-
-Direction = Literal["up", "down"]
-
 _REPLAYS, _WITHIN = 3, 1000  # largest number of replays within a number of steps; each costs a step or two
 _STABLE = 100  # steps at a loss scale; before, an overflow is how fp16 finds its scale
 _HALVED = 8  # steps in a row: what is not finite at a small fraction of the scale is no overflow
@@ -53,7 +48,7 @@ _UNKNOWN = (
 _NEXT_OTHERWISE = "lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32"
 
 
-def detect_jump(before: Sequence[float], value: float, direction: Direction = "up") -> float | None:
+def detect_jump(before: Sequence[float], value: float) -> float | None:
     """Return the expected value if a value jumped; None if it did not, or if that was already reported.
 
     A jump is a distance from the median, in median absolute deviations; a few earlier jumps hardly change either. If
@@ -62,11 +57,11 @@ def detect_jump(before: Sequence[float], value: float, direction: Direction = "u
     `before`: values of applied steps, the newest last; `KEEP` of them are enough.
     """
     before = list(before)
-    expected = _jumped(before[-WINDOW:], value, direction)
+    expected = _jumped(before[-WINDOW:], value)
     if expected is None:
         return None
     for back in range(1, min(_QUIET, len(before)) + 1):
-        if _jumped(before[-back - WINDOW : -back], before[-back], direction) is not None:
+        if _jumped(before[-back - WINDOW : -back], before[-back]) is not None:
             return None
     return expected
 
@@ -85,24 +80,23 @@ class Series:
         insort(self._ordered, value)
         self.values = [*self.values[1 - KEEP :], value]  # a new list: a snapshot may refer to the old one
 
-    def jump(self, value: float, direction: Direction = "up") -> float | None:
+    def jump(self, value: float) -> float | None:
         """Return what `detect_jump` does, at once where a value is near the median, as nearly always."""
         if len(self._ordered) < _LEAST:
             return None
         median = self._ordered[len(self._ordered) // 2]
         least = _SMALLEST * (median if median > 0 else -median)
-        if -_DEVIATIONS * least <= value - median <= _DEVIATIONS * least:
+        if value - median <= _DEVIATIONS * least:
             return None
-        return detect_jump(self.values, value, direction) if _stands_out(self._ordered, median, value, least) else None
+        return detect_jump(self.values, value) if _stands_out(self._ordered, median, value, least) else None
 
 
-def _jumped(window: Sequence[float], value: float, direction: Direction) -> float | None:
+def _jumped(window: Sequence[float], value: float) -> float | None:
     if len(window) < _LEAST:
         return None
     ordered = sorted(window)
     median = ordered[len(ordered) // 2]
-    sign = 1 if direction == "up" else -1
-    if sign * (value - median) <= _DEVIATIONS * _SMALLEST * abs(median):  # nearly always
+    if value - median <= _DEVIATIONS * _SMALLEST * abs(median):  # nearly always
         return None
     found = _stands_out(ordered, median, value, _SMALLEST * abs(median))
     if found and ordered[0] > 0 and value > 0:
@@ -120,34 +114,6 @@ def _deviation(values: Sequence[float], median: float) -> float:
 
 
 @dataclass
-class Rise:
-    """Detects a loss that rises slowly: medians of windows, each certainly above the lowest one before.
-
-    A rise is reported once, until a window is lower than the lowest again.
-    """
-
-    _values: list[float] = field(default_factory=list)
-    _lowest: tuple[int, float, float] = (0, math.inf, 0.0)
-    _above: int = 0
-
-    def add(self, step: int, value: float) -> tuple[int, float, float] | None:
-        """Return since which step a loss rises, its median then and now, if that is new."""
-        self._values.append(value)
-        if len(self._values) < WINDOW:
-            return None
-        median = median_of(self._values)
-        deviation = max(_deviation(self._values, median), _SMALLEST * abs(median))
-        self._values.clear()
-        first, lowest, spread = self._lowest
-        if median < lowest:
-            self._lowest, self._above = (step, median, deviation), 0
-            return None
-        error = math.hypot(spread, deviation) * 1.2533 / math.sqrt(WINDOW)
-        self._above = self._above + 1 if median - lowest > _RISES * error else min(self._above, _IN_A_ROW)
-        return (first, lowest, median) if self._above == _IN_A_ROW else None
-
-
-@dataclass
 class StepChecks:
     """Checks each step's result, which is equal on all ranks."""
 
@@ -159,7 +125,6 @@ class StepChecks:
     _scale: tuple[float, int] = field(default=(0.0, 0), init=False)  # the loss scale, and steps at it
     _norms: Series = field(default_factory=Series, init=False)
     _losses: Series = field(default_factory=Series, init=False)
-    _rise: Rise = field(default_factory=Rise, init=False)
 
     def check(self, result: StepResult, progress: Progress) -> SpoiledSteps | None:
         """Check the step that `progress` has just counted; return the spoiled steps, if any. Collective: yes."""
@@ -206,27 +171,15 @@ class StepChecks:
             self._losses = Series(progress.losses)
         expected = self._losses.jump(loss)
         if expected is not None:
-            self._jumped("loss_spike", "jumped", loss, expected, progress)
-        elif (usual := self._losses.jump(loss, "down")) is not None:
-            self._jumped("loss_drop", "fell", loss, usual, progress)
-        if (rise := self._rise.add(progress.step, loss)) is not None:
-            since, was, now = rise
-            self._event("loss_rises", progress, since=since, loss=now, before=was)
+            first, end = self._positions(progress)
+            self._event("loss_spike", progress, loss=loss, expected=expected, positions=[first, end])
             self.current.recorder.warn(
-                f"the loss rises since step {since}: {now:.4g} in the last {WINDOW} steps, {was:.4g} then; lower"
-                " --optimizer.lr, or resume from a checkpoint of that time"
+                f"the loss jumped to {loss:.4g} at step {progress.step}, from about {expected:.4g}; samples at"
+                f" positions {first} to {end - 1}"
             )
         self._losses.add(loss)
         progress.losses = self._losses.values
         return SpoiledSteps("spikes", progress.step, self._positions(progress)) if expected is not None else None
-
-    def _jumped(self, event: str, what: str, loss: float, expected: float, progress: Progress) -> None:
-        first, end = self._positions(progress)
-        self._event(event, progress, loss=loss, expected=expected, positions=[first, end])
-        self.current.recorder.warn(
-            f"the loss {what} to {loss:.4g} at step {progress.step}, from about {expected:.4g}; samples at positions"
-            f" {first} to {end - 1}"
-        )
 
     def _report(self, findings: list[Finding], failed: dict[int, str], progress: Progress, reason: str) -> None:
         """Record one event and show one line for the findings of all ranks."""

@@ -75,7 +75,6 @@ class WorkerState:
     step: int = NOTHING
     last_record: Mapping[str, Any] | None = None  # journal line of the newest step that this process has recorded
     links: dict[tuple[str, ...], list[tuple[int, float]]] = field(default_factory=dict)
-    micro_batch: int = 0  # samples that the job has found to fit memory; 0 until it has, or if they are given
     evaluated: int = -1  # the newest evaluated step, or the step at which this process joined; -1 before
     warnings: list[str] = field(default_factory=list)  # about task and optimizer; recorded when training starts
     callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))  # of the run; `session.py` sets them
@@ -164,11 +163,12 @@ def make_worker_state(run: RunConfig, plan: Plan, task: Task, device: torch.devi
         autocast_experts(model)
     checkpoint_blocks(model, run.config.memory.checkpointing)
     compiled = compile_blocks(model, without_hooks=plan.dimensions.pp > 1) if train.compile else 0
-    optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer)
+    may_fuse = not plan.bits or (device.type != "cpu" and not plan.offload)
+    optimizer = task.optimizer or make_optimizer(task.model, run.config.optimizer, may_fuse=may_fuse)
     warnings = []
     if task.optimizer is not None:
-        check_own_optimizer(task.optimizer, model)
-    elif optimizer.defaults.get("fused") is False:
+        check_own_optimizer(task.optimizer, model, may_fuse=may_fuse)
+    elif optimizer.defaults.get("fused") is False and may_fuse:
         named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
         reason = why_not_fused(named, sparse_only(model))
         warnings.append(f"the update of the parameters takes longer: {reason}")

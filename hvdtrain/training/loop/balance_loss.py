@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import on_stages
-from hvdtrain.training.diagnostics.experts import TokenCounter, chosen_experts
-from hvdtrain.training.loop.router_loads import BIAS, routers_of
+from hvdtrain.training.loop.router_loads import BIAS, TokenCounter, chosen_experts, routers_of
 from hvdtrain.training.loop.step_part import StepPart
 
 _OPTION = "--train.balance_loss"
@@ -90,7 +89,8 @@ class BalanceLoss(StepPart):
         counter = TokenCounter(experts, ids_SK.device)
         counts_SE = counter.add(counter.zeros(len(ids_SK)), ids_SK)[:, 1:-1].to(shares_SE.dtype)
         frequencies_SE = counts_SE * (experts / ids_SK.shape[1])
-        return logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
+        loss: Tensor = logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
+        return loss
 
 
 def _is_elsewhere(parameter: nn.Parameter) -> bool:

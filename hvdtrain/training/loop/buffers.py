@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.errors import TaskError
 from hvdtrain.training.loop.step_part import StepPart
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
 
@@ -97,10 +98,11 @@ class Rollback(StepPart):
     Args:
         model: with the buffers.
         together: whether also the passes of other ranks write buffers of this one.
+        refuses: whether a pass may write none: their values depend on which passes a rank has.
     """
 
-    def __init__(self, model: nn.Module, *, together: bool = False) -> None:
-        self._model, self._together = model, together
+    def __init__(self, model: nn.Module, *, together: bool = False, refuses: bool = False) -> None:
+        self._model, self._together, self._refuses = model, together, refuses
         self._is_open = False
         self._written: list[Place] | None = None
         self._copies: list[Copied] = []
@@ -128,10 +130,15 @@ class Rollback(StepPart):
         return Rollback(self._model, together=self._together)
 
     def finish(self, step: int, *, applied: bool) -> None:
-        """Restore the buffers, unless the step is applied."""
+        """Restore the buffers, unless the step is applied.
+
+        Errors: TaskError: a pass has written one, and may not.
+        """
         if not self._is_open:
             return
         self._is_open = False
+        if self._written is None and self._refuses and applied:
+            self._refuse()
         if self._written is None:
             norm = nn.modules.batchnorm._NormBase  # it may be frozen now and write its statistics later
             written = (copy for copy in self._copies if copy.is_changed() or isinstance(copy.place[0], norm))
@@ -140,6 +147,16 @@ class Rollback(StepPart):
             for copy in self._copies:
                 copy.restore()
         self._copies = []
+
+    def _refuse(self) -> None:
+        for copy in self._copies:
+            if copy.is_changed():
+                kind, name = type(copy.place[0]).__name__, copy.place[1]
+                raise TaskError(
+                    f"--train.reproducible bits, but a forward pass of the model writes the buffer {name} of {kind}",
+                    expected="persistent buffers that passes do not write: each rank has other passes",
+                    next_step="register_buffer(persistent=False) for a cache, or leave out --train.reproducible",
+                )
 
 
 def _copy_on_device(places: list[Place]) -> list[Copied]:

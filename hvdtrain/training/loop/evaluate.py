@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,10 +59,10 @@ class HeldOut:
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
         self.count = min(config.train.eval_samples or length, length)
-        mine, first = (micro_batches([(0, self.count)], config.train.pass_samples, each, places) for each in (place, 0))
+        mine, first = (micro_batches([(0, self.count)], config.train.micro_batch, each, places) for each in (place, 0))
         self._own = len(mine) if dimensions.loss_counts(comm.rank, comm.size) else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
-        self._compiled_for = config.train.pass_samples if config.train.compile else 0
+        self._compiled_for = config.train.micro_batch if config.train.compile else 0
         data, collate = task.heldout_data, task.collate
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 
@@ -102,7 +102,7 @@ def evaluate(
     """
     if not held_out.count:
         return None
-    sums: dict[str, list[Tensor | float]] = {}
+    found: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}
     objects = MetricObjects(task.metric_objects, comm, device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -119,27 +119,31 @@ def evaluate(
                 objects.update(inputs)
             if counts and on_pass is not None:
                 on_pass(place, values)
-            for name, (value, weight) in values.items() if counts else ():
-                total = sums.setdefault(name, [0.0, 0.0])
-                total[0] = total[0] + _exact(value)
-                total[1] = total[1] + _exact(weight)
+            for name, pair in values.items() if counts else ():
+                found.setdefault(name, []).append(pair)
             if touch is not None:
                 touch()
     for module, training in modes.items():
         module.training = training
-    numbers = {name: [float(part) for part in total] for name, total in sums.items()}
+    numbers = {name: [_on_host(parts) for parts in zip(*pairs, strict=True)] for name, pairs in found.items()}
     means = _means(allgather_json(comm, numbers, name="evaluate"))
     loss = means.pop("loss")
     metrics = {name.removeprefix("metric/"): mean for name, mean in means.items()}
     return Evaluation(loss, metrics | objects.compute(), held_out.count)
 
 
-def _exact(number: Tensor | float) -> Tensor | float:
-    """Convert to float64, on the same device."""
-    return number.double() if isinstance(number, Tensor) else float(number)
+def _on_host(numbers: Sequence[Tensor | float]) -> list[float]:
+    """Return numbers on the host, which waits for the device once."""
+    tensors = [number.double().reshape(1) for number in numbers if isinstance(number, Tensor)]
+    if len(tensors) == len(numbers):
+        return torch.cat(tensors).tolist()
+    return [float(number) for number in numbers]
 
 
-def _means(ranks: list[dict[str, list[float]]]) -> dict[str, float]:
-    names = sorted({name for sums in ranks for name in sums})
-    totals = {name: [sum(s[name][part] for s in ranks if name in s) for part in (0, 1)] for name in names}
+def _means(ranks: list[dict[str, list[list[float]]]]) -> dict[str, float]:
+    """Return means over the values of passes, which are in order: their bits do not depend on the number of ranks."""
+    names = sorted({name for values in ranks for name in values})
+    totals = {
+        name: [sum(n for own in ranks if name in own for n in own[name][part]) for part in (0, 1)] for name in names
+    }
     return {name: value / weight if weight else math.nan for name, (value, weight) in totals.items()}

@@ -37,7 +37,7 @@ class MetricObjects:
                 )
             metric.to(device)
             metric.reset()
-            metric.dist_sync_fn, metric.distributed_available_fn = self._gather, self._are_several
+            metric.dist_sync_fn, metric.distributed_available_fn = self._gather, lambda: comm.size > 1
 
     def update(self, inputs: Mapping[str, tuple[Any, ...]]) -> None:
         """Add a batch: the arguments of `update`, by name."""
@@ -61,9 +61,6 @@ class MetricObjects:
                 )
             found[name] = float(value)
         return found
-
-    def _are_several(self) -> bool:
-        return self._comm.size > 1
 
     def _gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Return the tensors of all ranks; their first dimension may differ. A rank without data has an empty one."""

@@ -7,6 +7,7 @@ DeepSeek-V3. transformers has the bias (`e_score_correction_bias`), and never ch
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.state.divided import whole_shape
-from hvdtrain.training.diagnostics.experts import TokenCounter, chosen_experts, find_routers
 from hvdtrain.training.loop.step_part import StepPart
 
+_NAME = re.compile(r"router|gate", re.IGNORECASE)
+_KIND = re.compile(r"router|gat(e|ing)$", re.IGNORECASE)
 BIAS = "e_score_correction_bias"
 EVERY = 10
 """Steps between two records of the loads."""
@@ -59,6 +61,8 @@ class RouterLoads(StepPart):
         self._tables: list[tuple[TokenCounter, list[str], Tensor]] = []  # of routers alike, with their part of these
         self._handle: Handle | None = None
         self._shown: tuple[int, HostCopy] | None = None
+        self._own: HostCopy | None = None  # the busiest expert's share in each router, in the passes of this rank
+        self._keeps_own = False
         self._hooks = [
             router.register_forward_hook(lambda _, inputs, output, name=name: self._on_forward(name, output))
             for name, router in routers.items()
@@ -108,6 +112,10 @@ class RouterLoads(StepPart):
 
     def start(self) -> None:
         """Begin to sum the loads over ranks. Collective: yes."""
+        if self._keeps_own:
+            loads = [counts[:, 1:-1] for _, _, counts in self._tables]
+            self._own = HostCopy(torch.cat([each.amax(dim=1) / each.sum(dim=1) for each in loads]))
+            self._keeps_own = False
         self._handle = self._comm.allreduce(self._numbers, name="experts/loads")
 
     def finish(self, step: int, *, applied: bool) -> None:
@@ -119,6 +127,15 @@ class RouterLoads(StepPart):
             self._change_biases()
         if step % EVERY == 0 and self._comm.rank == 0:
             self._shown = step, HostCopy(self._numbers.clone())
+
+    def own_share(self) -> float:
+        """Return the largest share that one expert of a router has got of this rank's tokens; NaN if unknown.
+
+        In the step after the last call. Call it some steps later, so that it waits for no device.
+        """
+        copy, self._own, self._keeps_own = self._own, None, self._counts
+        shares = [] if copy is None else copy.tolist()
+        return max((share for share in shares if not math.isnan(share)), default=math.nan)
 
     def _change_biases(self) -> None:
         """Change the biases of all routers with as many experts in few operations: a GPU waits for their start."""
@@ -165,10 +182,46 @@ def make_router_loads(
 
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers that have a weight for each expert, by name."""
-    return {name: module for name, module in find_routers(model).items() if _is_router(module)}
+    """Return the routers that have a weight for each expert, by name: modules that are named router or gate."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (_NAME.fullmatch(name.rpartition(".")[2]) or _KIND.search(type(module).__name__)) and _is_router(module)
+    }
 
 
 def _is_router(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() == 2 and whole_shape(weight)[0] > 1
+
+
+class TokenCounter:
+    """Counts how often each expert was chosen: (..., experts + 2), float64.
+
+    First come the negative indices, then the experts, last the larger indices, which otherwise would end training.
+    """
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self._bounds = torch.arange(experts + 1, device=device)
+        self._one = torch.ones((), dtype=torch.float64, device=device)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return counts of nothing."""
+        return self._one.new_zeros(*shape, len(self._bounds) + 1)
+
+    @torch.no_grad()
+    def add(self, counts: Tensor, chosen: Tensor) -> Tensor:
+        """Add the indices along the last dimension of `chosen` to `counts`; return these.
+
+        `bincount` would make the host wait for the device.
+        """
+        places = torch.bucketize(chosen.long(), self._bounds, right=True)
+        return counts.scatter_add_(-1, places, self._one.expand(places.shape))
+
+
+def chosen_experts(output: Any) -> tuple[Tensor, int] | None:
+    """Return the indices of the chosen experts in what a router returns, and the number of experts; None without."""
+    parts = [part for part in output if isinstance(part, Tensor)] if isinstance(output, (tuple, list)) else []
+    chosen = next((part for part in parts if part.dtype in (torch.int32, torch.int64)), None)
+    experts = max([0, *(part.shape[-1] for part in parts if part.is_floating_point() and part.dim() > 1)])
+    return (chosen, experts) if chosen is not None and experts > 1 else None

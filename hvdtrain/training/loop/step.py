@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
+from hvdtrain.data.tree import Positions
 from hvdtrain.engine.base import Engine
 from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.step_part import StepPart
-from hvdtrain.training.loop.unused_parameters import count_users
 from hvdtrain.training.loop.update import StepResult, Update
 
 
@@ -59,7 +59,6 @@ class Stepper:
             self.engine,
             self.precision.scaler,
             self.device,
-            self.comm.size,
             self.nominal,
             self.clip,
             self.by_device,
@@ -73,11 +72,17 @@ class Stepper:
         return not together and not any(part.collective_passes for part in self.parts)
 
     def run(
-        self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int = 0
+        self,
+        batches: Iterable[tuple[Callable[[], None], Any]],
+        count: int,
+        values: list[int],
+        extra: int = 0,
+        positions: Positions | None = None,
     ) -> StepResult:
         """Train on `count` batches of this rank, each with a function that seeds its forward pass. Collective: yes.
 
         After them come `extra` ones, which change nothing: they are for an engine with collective forward passes.
+        `positions` are those of the batches of all ranks, if all is summed in their order.
 
         Also sums the integers `values` over ranks.
 
@@ -88,17 +93,22 @@ class Stepper:
         previous step.
         """
         try:
-            return self._run(batches, count, values, extra)
+            return self._run(batches, count, values, extra, positions)
         except BaseException:
             for part in self.parts:
                 part.abort()
             raise
 
     def _run(
-        self, batches: Iterable[tuple[Callable[[], None], Any]], count: int, values: list[int], extra: int
+        self,
+        batches: Iterable[tuple[Callable[[], None], Any]],
+        count: int,
+        values: list[int],
+        extra: int,
+        positions: Positions | None,
     ) -> StepResult:
         engine, spans, having = self.engine, self._spans, self._having
-        engine.begin(count + extra)
+        engine.begin(count + extra, positions)
         self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
         for part in self.parts:
             part.begin(count)
@@ -108,11 +118,18 @@ class Stepper:
         for part in having["start"]:
             part.start()
         unused = tuple(engine.unused())
-        totals = self._totals(losses, weights, [*values, *count_users(unused, self.comm.size)])
+        integers = [*values, *(not each for each in unused)]
+        if positions is None:
+            totals = self._totals(losses, weights, integers)
+        else:
+            totals = self._placed(losses, weights, integers, positions)
         summed = self.comm.allreduce(totals, name="step/totals")
         with spans["wait"]:
             gradients = engine.finish()
             summed.wait()
+            if positions is not None:
+                numbers, rest = torch.split(totals, [2 * positions.count, len(integers)])
+                totals = torch.cat([numbers.view(2, -1).sum(dim=1), rest])
             for part in having["wait"]:
                 part.wait()
         with spans["clip"]:
@@ -178,6 +195,19 @@ class Stepper:
     def _backward(self, loss: Tensor) -> None:
         with self._spans["backward"]:
             self.engine.backward(loss)
+
+    def _placed(
+        self, losses: list[Tensor | float], weights: list[Tensor | float], values: list[int], positions: Positions
+    ) -> Tensor:
+        """Return losses and weights by position among those of all ranks, and `values`: float64, on the device."""
+        numbers = torch.zeros(2, positions.count, dtype=torch.float64, device=self.device)
+        mine = positions.shares[self.comm.rank]
+        for row, parts in zip(numbers, (losses, weights), strict=True):
+            for position, part in zip(mine, parts, strict=True):
+                row[position] = part
+        return torch.cat(
+            [numbers.flatten(), torch.tensor(values, dtype=torch.float64).to(self.device, non_blocking=True)]
+        )
 
     def _totals(self, losses: list[Tensor | float], weights: list[Tensor | float], values: list[int]) -> Tensor:
         """Return this rank's sum of losses, sum of weights, and `values`: float64, on the device."""

@@ -22,7 +22,6 @@ from hvdtrain.training.loop.step import Stepper
 from hvdtrain.training.loop.step_sums import CHANGED, COUNT, SAVE, TERMINATE, PendingSignals, StepSums, stop_reason
 from hvdtrain.training.loop.update import StepResult
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compute import CompileCounts
 from hvdtrain.training.records.memory import memory_by_kind
 from hvdtrain.training.round import Round
 
@@ -84,7 +83,6 @@ class Trainer:
     roll_back: RollBack
     on_step: Callable[[dict[str, Any]], None]  # called with each step's journal line; it may change the compression
     sums: StepSums  # further integers that each step sums over ranks
-    compiled: CompileCounts | None = None  # counts of torch.compile; None if nothing is compiled
     apart: WorkerSteps | None = None  # runs the steps of workers that train apart; None without such workers
     balance: Balance | None = None  # divides the global batch by the speed of ranks; None for equal shares
 
@@ -154,8 +152,6 @@ class Trainer:
                 is_first = False
                 self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
                 self._show_memory()
-                if self.compiled is not None:
-                    self.compiled.end_first_step()
             self._end_if_asked()
             reason = stop_reason(result.sums)
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
@@ -186,8 +182,6 @@ class Trainer:
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
         self._show_memory()
-        if self.compiled is not None:
-            self.compiled.end()
         event = "finished" if reason in ("finished", self._callbacks.why) else "stopped"
         self.current.recorder.event({"event": event, "at_step": self._state.progress.step, "reason": reason})
         reporter = self.current.reporter
@@ -214,7 +208,8 @@ class Trainer:
         mine, repeated = share.batches, share.repeated
         timed = self._begin_step(progress.step + 1, share.end)
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
-        result = self.stepper.run(parts, len(mine), values, len(repeated))
+        positions = share.positions if self._worker.plan.bits else None
+        result = self.stepper.run(parts, len(mine), values, len(repeated), positions)
         timed.end(self.stepper.spans)
         timed.record(self.stepper.spans)
         if self.balance is not None:

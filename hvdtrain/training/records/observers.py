@@ -36,11 +36,9 @@ from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.environment import rank_label
-from hvdtrain.runtime.threads import SpinningThread, find_spinning_thread
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.task.base import import_library
-from hvdtrain.training.diagnostics.experts import make_routers
 from hvdtrain.training.records.listeners import DeviceSpans, NvtxRanges, TorchProfile
 from hvdtrain.training.records.promise import Promise
 from hvdtrain.training.records.verdict_watch import VerdictWatch
@@ -105,8 +103,7 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     causes = HostLoad(Monitor(gpu).device)
     for name in ASIDE:
         current.spans.listeners_to.setdefault(name, []).append(causes)
-    experts = None if worker.compiled else make_routers(worker.state.model)
-    stamps = StepStamps(comm, current.spans, clocks, causes, experts, started_at, current.stop, writer)
+    stamps = StepStamps(comm, current.spans, clocks, causes, started_at, current.stop, writer)
     recorder.add_watcher(stamps)
     return start, stamps
 
@@ -176,9 +173,7 @@ def add_horovod_timeline(
             recorder.say(f"Horovod's Timeline: {plan}{how}")
         return None
     horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
-    thread = find_spinning_thread(horovod.started_threads) if horovod is not None and not plan.quiet else None
-    writer = SpinningThread(thread) if thread is not None else None
-    timeline = HorovodTimeline(comm, horovod, writer, window, layout.timeline.folder, recorder.warn)
+    timeline = HorovodTimeline(comm, horovod, window, layout.timeline.folder, recorder.warn)
     recorder.add_watcher(timeline)
     return timeline
 

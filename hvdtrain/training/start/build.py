@@ -36,7 +36,7 @@ from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compute import CompileCounts, FirstPass
+from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
 from hvdtrain.training.records.job_facts import EnergyUse
 from hvdtrain.training.round import Round
@@ -50,7 +50,7 @@ def build_engine(current: Round) -> Engine:
     variables, model = worker.info.variables, worker.state.model
     plan, train = worker.plan, run.config.train
     plan.dimensions.check(comm.size)
-    plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.pass_samples))
+    plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.micro_batch))
     current.batch_norm = synchronize_batch_norm(model, comm, plan)
     is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
     # Its hooks must run before those of the engine.
@@ -117,7 +117,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         current.batch_norm,
         make_balance_loss(worker.state.model, train.balance_loss, dimensions, compiled=train.compile),
         buffers,
-        Rollback(worker.state.model, together=together),
+        Rollback(worker.state.model, together=together, refuses=worker.plan.bits),
         # Changes biases after the step is applied, which there is nothing to roll back of.
         make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
@@ -144,7 +144,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         recorder.warn(f"--memory.offload {offload} saves nothing on CPUs: their memory is the host's")
     if train.tf32 == "on" and device.type == "cpu":
         recorder.warn("--train.tf32 on changes nothing on CPUs, which have no TF32")
-    batch = (train.global_batch, train.pass_samples)
+    batch = (train.global_batch, train.micro_batch)
     apart, workers = None, None
     if isinstance(engine, PeriodicEngine):
         engine.join_group()
@@ -156,7 +156,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         place,
         places,
         uniform=uniform or together,
-        in_turn=together,
+        in_turn=together or worker.plan.deals_in_turn,
         workers=workers,
     )
     ledger = Ledger(current.layout.ledger, recorder.warn)
@@ -193,6 +193,5 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         on_step=trial.add_step if trial is not None else lambda record: None,
         sums=CombinedSums(*parts),
         balance=balance,
-        compiled=CompileCounts(recorder.event, recorder.say) if worker.compiled else None,
         apart=apart,
     )

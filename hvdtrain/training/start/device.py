@@ -20,12 +20,10 @@ from hvdtrain.runtime.environment import change_variables
 from hvdtrain.runtime.host import (
     Binding,
     Seat,
-    bind_to_domains,
     bind_to_gpus,
     cores_near,
     cpu_list,
     cpu_ranges,
-    numa_domains,
     physical_cores,
     pin_process,
 )
@@ -111,24 +109,23 @@ def bind_rank(
 
     Call it before loaders, pinned memory and threads are made. It stays bound, also in a later training. Returns None
     if it is not to be bound. With `comm`, the call is collective, and ranks that the launcher bound to different cores
-    are recognized. `wanted`: auto, gpu, numa or none. `root`: root folder of ``sys``.
+    are recognized. `wanted`: auto, gpu or none. `root`: root folder of ``sys``.
 
     Errors: ConfigError: gpu was asked for, but the device is a CPU.
     """
     gpu = gpu_identity(device)
     if wanted == "gpu" and gpu is None:
         raise ConfigError(
-            "--parallel.bind gpu, but this rank trains on a CPU", expected="a GPU", next_step="--parallel.bind numa"
+            "--parallel.bind gpu, but this rank trains on a CPU",
+            expected="a GPU",
+            next_step="let the launcher bind it: mpirun --bind-to numa, or srun --cpu-bind=ldoms",
         )
-    if wanted == "none" or (wanted == "auto" and gpu is None):
+    if wanted == "none" or gpu is None:
         return None
-    address = pci_address(gpu) if gpu is not None and wanted != "numa" else ""
+    address = pci_address(gpu)
     near = cores_near(address, root / "sys") if address else frozenset[int]()
     place, seats = _seats(Seat(frozenset(os.sched_getaffinity(0)), near), rounds, comm)
-    if wanted == "numa":
-        planned = bind_to_domains(seats, numa_domains(root / "sys"))
-    else:
-        planned = bind_to_gpus(seats, insist=wanted == "gpu")
+    planned = bind_to_gpus(seats, insist=wanted == "gpu")
     mine = planned[place]
     if not mine.kept:
         pin_process(mine.cpus)
@@ -148,20 +145,6 @@ def _seats(own: Seat, rounds: Rounds, comm: Comm | None) -> tuple[int, list[Seat
         if len(here) == rounds.local_size:  # else different hosts have the same name
             return here.index(comm.rank), [Seat(*map(cpu_list, everyone[rank][1:])) for rank in here]
     return rounds.local_rank, [own] * rounds.local_size
-
-
-def limit_memory(device: torch.device, limit_gib: float | None) -> None:
-    """Limit the memory that torch takes on the device of this process. Errors: ConfigError: it is a CPU."""
-    if limit_gib is None:
-        return
-    if device.type != "cuda":
-        raise ConfigError(
-            f"--memory.limit {limit_gib:g}, but this rank trains on a CPU",
-            expected="a GPU",
-            next_step="leave it out; ulimit or a container limits the memory of a process",
-        )
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device)
 
 
 @contextmanager

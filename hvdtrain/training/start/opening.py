@@ -24,7 +24,7 @@ from hvdtrain.errors import ETC, RunDirectoryError, listed
 from hvdtrain.observe.failure.fault import first_of_device
 from hvdtrain.observe.journal import FORMAT
 from hvdtrain.observe.sinks import Recorder
-from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.description import more_bytes
 from hvdtrain.runtime.environment import JOB
 from hvdtrain.runtime.host import describe_map, problems
 from hvdtrain.runtime.interfaces import describe_exposure
@@ -191,7 +191,7 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     samples = training_samples(task.train_data)
     recorder.say(
         f"{count}, {f'{samples:,} samples' if samples else 'an iterable data set'}, {size} rank(s),"
-        f" global batch {train.global_batch} in micro-batches of {train.pass_samples}"
+        f" global batch {train.global_batch} in micro-batches of {train.micro_batch}"
     )
     for note in (worker.note, current.claim.remark if current.claim is not None else ""):
         if note:
@@ -203,15 +203,21 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     if risk := describe_exposure(worker.info.variables):
         recorder.warn(risk)
     _, places, _ = worker.plan.dimensions.samples(0, size)
-    unequal = unequal_shares(train.global_batch, train.pass_samples, places)
+    unequal = unequal_shares(train.global_batch, train.micro_batch, places)
     if unequal and worker.plan.balance == "equal" and worker.plan.outer is None:
         (recorder.warn if "idle" in unequal else recorder.say)(unequal)
     shapes = [whole_shape(p) for p in task.model.parameters() if p.requires_grad]
-    if warning := beyond_break_even(worker.plan, shapes, size):
-        recorder.warn(warning)
+    name, apart = worker.plan.compression, bool(worker.plan.dimensions) or worker.plan.outer is not None
+    if name not in ("none", "auto") and not apart and size > 1 and parse(name).sends_more(shapes, size):
+        recorder.warn(
+            f"--parallel.compression {name} sends more than none on {size} ranks, as each gets what all others keep;"
+            " use --parallel.compression powersgd:4, or fp16"
+        )
+    if worker.plan.bits:
+        recorder.say(f"all sums are taken in one order{more_bytes(worker.plan, size)}")
     if current.batch_norm is not None:
         recorder.say(
-            f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.pass_samples}: the loss curve"
+            f"nn.SyncBatchNorm has the statistics of {size} micro-batches of {train.micro_batch}: the loss curve"
             " depends on their product"
         )
     kind = nn.modules.batchnorm._BatchNorm
@@ -242,20 +248,6 @@ def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
         found = f"{ranks - more} of {ranks} ranks are idle, as a step has {passes} micro-batch(es) of {micro_batch}"
     options = even_options(global_batch, micro_batch, ranks)
     return f"{found}: about {1 - passes / (most * ranks):.0%} of the ranks' time is waiting; use {options}"
-
-
-def beyond_break_even(plan: Plan, shapes: Sequence[Sequence[int]], size: int) -> str:
-    """Return that a compression sends more than none on this many ranks; "" if it does not, or that is chosen later."""
-    name = plan.compression
-    if name in ("none", "auto") or plan.dimensions or plan.outer is not None or size < 2:
-        return ""
-    most = parse(name).break_even(shapes, size)
-    if most is None:
-        return ""
-    return (
-        f"--parallel.compression {name} sends more than none on {size} ranks: each gets what all others keep, which"
-        f" pays up to {most}; use --parallel.compression powersgd:4, or fp16"
-    )
 
 
 def _count(parameters: int) -> str:

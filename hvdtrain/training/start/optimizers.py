@@ -43,12 +43,18 @@ def why_not_fused(parameters: Iterable[tuple[str, nn.Parameter]], sparse: Collec
     return ""
 
 
-def check_own_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that a task's optimizer, if it is fused, updates what it should.
+def check_own_optimizer(optimizer: Optimizer, model: nn.Module, *, may_fuse: bool = True) -> None:
+    """Check that a task's optimizer, if it is fused, updates what it should; `may_fuse`: as of `make_optimizer`.
 
     Errors: TaskError: it would not. torch itself raises no error.
     """
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    if fused and not may_fuse:
+        raise TaskError(
+            f"--train.reproducible bits: the task's optimizer is {type(optimizer).__name__}(fused=True), but {_ENDS}",
+            expected="an update of each element that does not depend on how ranks divide tensors",
+            next_step="fused=False, or leave out --train.reproducible",
+        )
     own = type(optimizer).__module__.startswith("torch.optim.")
     named = [(name, p) for name, p in model.named_parameters() if own and p in fused]
     reason = why_not_fused(named, sparse_only(model))
@@ -58,6 +64,9 @@ def check_own_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             expected="parameters that are contiguous in some order of their dimensions, with dense gradients",
             next_step="fused=False; or make the parameter of a copy: nn.Parameter(tensor.contiguous())",
         )
+
+
+_ENDS = "torch's fused kernels on CPUs round the last elements of a tensor, or of a rank's part of it, in another way"
 
 
 def sparse_only(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -80,8 +89,10 @@ OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
 """By `OptimizerConfig.name`: its class, and which arguments it takes besides groups of parameters and `lr`."""
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
+def make_optimizer(model: nn.Module, config: OptimizerConfig, *, may_fuse: bool = True) -> Optimizer:
     """Make the optimizer of the options over the model's parameters that require a gradient.
+
+    `may_fuse`: whether an element may be rounded by its place in a tensor, as torch's fused kernels on CPUs do.
 
     Weight decay applies only to parameters of two or more dimensions, not to norms and biases, nor to parameters with
     sparse gradients.
@@ -107,7 +118,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     # One pass over memory instead of ten.
-    fused = not why_not_fused(((name, p) for name, p in model.named_parameters() if p.requires_grad), sparse)
+    fused = may_fuse and not why_not_fused(
+        ((name, p) for name, p in model.named_parameters() if p.requires_grad), sparse
+    )
     options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "momentum": config.momentum, "fused": fused}
     kind, takes = OPTIMIZERS[config.name]
     return kind(groups, lr=config.peak_lr, **{name: options[name] for name in takes})

@@ -3,6 +3,12 @@
 from tests.mutations.table import Table
 
 MUTATIONS: Table = {
+    ("data/tree.py", "tests/data/test_tree.py"): {
+        "the last position waits for a sibling that does not exist": (
+            "elif begin + width < self._count:",
+            "else:",
+        ),
+    },
     ("data/order.py", "tests/data/test_order.py"): {
         "the micro-batches of two ranks overlap where they cannot be shared evenly": (
             "start = rank * each + min(rank, more)",

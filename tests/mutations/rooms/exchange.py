@@ -3,6 +3,12 @@
 from tests.mutations.table import Table
 
 MUTATIONS: Table = {
+    ("exchange/in_order.py", "tests/laws/test_same_bits.py"): {
+        "the passes of a rank are added one after the other, not in the order of the tree": (
+            "taken[name], parameter.grad = _as_leaf(parameter.grad), None",
+            "taken[name], parameter.grad = _as_leaf(parameter.grad) * 0.0, parameter.grad",
+        ),
+    },
     ("exchange/rows.py", "tests/exchange/test_rows.py"): {
         "rows of zeros and negative numbers count as zero and are not sent": (
             "return torch.maximum(gradient.amax(across), -gradient.amin(across))",

@@ -3,12 +3,6 @@
 from tests.mutations.table import Table
 
 MUTATIONS: Table = {
-    ("runtime/threads.py", "tests/runtime/test_threads.py"): {
-        "a young thread that sleeps is taken for the one that spins": (
-            "if now[t].busy_ns > first[t].busy_ns and now[t].sleeps == first[t].sleeps]",
-            "if now[t].busy_ns > first[t].busy_ns]",
-        ),
-    },
     ("runtime/tuning.py", "tests/runtime/test_timeline.py"): {
         "an empty HOROVOD_TIMELINE keeps a requested window from being recorded": (
             'is_open = theirs in (DYNAMIC, "")',

@@ -70,12 +70,6 @@ MUTATIONS: Table = {
     ("task/formats.py", "tests/task/test_formats.py"): {
         "an error names the line before": ("    number = 0\n    while line", "    number = -1\n    while line"),
     },
-    ("task/dataset_source.py", "tests/task/test_tokenizer_and_dataset.py"): {
-        "the test split is evaluated during training, although there is a validation split": (
-            '_HELDOUT_SPLITS = ("validation", "test")',
-            '_HELDOUT_SPLITS = ("test", "validation")',
-        ),
-    },
     ("task/encode.py", "tests/task/test_tokenizer_and_dataset.py"): {
         "the place of a wrong byte does not count earlier pieces of its line": (
             "done_bytes += len(rest) + len(head) + 1",
@@ -98,18 +92,6 @@ MUTATIONS: Table = {
         "prepared data that is used each day looks old": (
             "            os.utime(whole)  # its time is that of the last use\n",
             "            pass\n",
-        ),
-    },
-    ("task/other_trainers.py", "tests/task/test_other_trainers.py"): {
-        "the metadata of a checkpoint may name any function of allowed modules": (
-            "        if (module, name) not in _ALLOWED:\n",
-            "        if module not in {allowed for allowed, _ in _ALLOWED}:\n",
-        ),
-    },
-    ("task/saved_model.py", "tests/task/test_stored_weights.py"): {
-        "a weight stays in the mapped file": (
-            "get_tensor(found[-1][0]).to(dtype, copy=True)",
-            "get_tensor(found[-1][0]).to(dtype)",
         ),
     },
     ("task/text_sources.py", "tests/task/test_corpus.py"): {
@@ -135,5 +117,23 @@ MUTATIONS: Table = {
         ),
         "a row sees no more than another row of the batch": (".amin(dim=0)", ".amax(dim=0)"),
         "what a model sees after a block is left out": ("    return [] if is_later else first\n", "    return first\n"),
+    },
+    ("task/dataset_source.py", "tests/task/test_tokenizer_and_dataset.py"): {
+        "the test split is evaluated during training, although there is a validation split": (
+            '_HELDOUT_SPLITS = ("validation", "test")',
+            '_HELDOUT_SPLITS = ("test", "validation")',
+        ),
+    },
+    ("task/other_trainers.py", "tests/task/test_other_trainers.py"): {
+        "the metadata of a checkpoint may name any function of allowed modules": (
+            "        if (module, name) not in _ALLOWED:\n",
+            "        if module not in {allowed for allowed, _ in _ALLOWED}:\n",
+        ),
+    },
+    ("task/saved_model.py", "tests/task/test_stored_weights.py"): {
+        "a weight stays in the mapped file": (
+            "get_tensor(found[-1][0]).to(dtype, copy=True)",
+            "get_tensor(found[-1][0]).to(dtype)",
+        ),
     },
 }

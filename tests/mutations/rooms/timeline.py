@@ -31,10 +31,6 @@ MUTATIONS: Table = {
             "                found.clear()\n                warm = 0\n",
             "                found.clear()\n",
         ),
-        "a prediction has the micro-batch of an earlier start": (
-            'int(found[-1]["samples"])',
-            'int(found[0]["samples"])',
-        ),
     },
     ("timeline/whatif/traced_allreduces.py", "tests/timeline/whatif/test_read_run.py"): {
         "the wait for late ranks counts as time on the link": (

@@ -255,7 +255,6 @@ def _config(batch: int, **parallel: object) -> dict[str, object]:
         (_config(4, sync="diloco:8", workers=3), 3, [2, 1, 1]),
         (_config(7, sync="local:8", workers=2), 4, [2, 2, 2, 1]),
         ({**_config(6, sync="diloco:8", workers=2), "outer": {"shares": "2,1"}}, 2, [4, 2]),
-        ({"train": {"global_batch": 4, "micro_batch": "auto"}}, 3, []),
         ({}, 3, []),
     ],
 )

@@ -119,7 +119,6 @@ def test_the_ranks_of_one_mesh_on_several_hosts_say_nothing_about_sums(tmp_path:
         ({"tp": 2, "shard": "optimizer"}, "does not record"),
         ({"tp": 2, "engine": "fsdp"}, "does not record"),
         ({"pp": 2, "virtual_stages": 2}, "does not record"),
-        ({"pp": 2, "zero_bubble": True}, "does not record"),
         ({"engine": "fsdp"}, r"does not record(.|\n)*--engine fsdp"),
         ({"shard": "optimizer", "compression": "int8"}, "shard optimizer with compression int8"),
     ],
