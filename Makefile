@@ -30,7 +30,7 @@ setup: ## make .venv with everything pinned, and Horovod built for its torch and
 	@"$(INTERPRETER)" -m hvdtrain.cli.setup --venv $(VENV) $(if $(PYTHON),--chosen) $(if $(BUILD),--build="$(BUILD)")
 
 train: setup ## the main job on NP ranks: make train NP=2 ARGS="--train.steps 50"
-	@$(BIN)/python -m hvdtrain.cli.start -np $(NP) -- $(ARGS)
+	@$(BIN)/hvdtrain launch -np $(NP) -- $(ARGS)
 
 RUNNER := $(BIN)/python -m tests.runner
 TESTS ?=

@@ -26,8 +26,6 @@ COMMANDS = {
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),
     "generate": ("hvdtrain.cli.generate", "continue a text with a trained language model"),
     "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
-    "config": ("hvdtrain.cli.config", "write a config file with all options of train"),
-    "completion": ("hvdtrain.cli.completion", "print shell completion for bash, zsh or fish"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the installed torch and MPI"),
     "bundle": ("hvdtrain.cli.bundle", "make a folder to install from without a network"),
 }
@@ -50,7 +48,7 @@ common options of train:
   --task TASK             what to train: language_model (default), image,
                           file.py:function or module:function
   --config FILE           read options from a YAML file
-                          (hvdtrain config init FILE writes one)
+                          (hvdtrain train --print_config > FILE writes one)
   --train.steps N         number of optimizer steps; or --train.epochs E
   --train.global_batch N  samples per step, summed over all ranks
   --optimizer.lr LR       peak learning rate

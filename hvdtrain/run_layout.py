@@ -21,8 +21,6 @@ class TimelineLayout:
         self.link_probe = folder / "probe.json"  # measured durations of all-reduces, for predictions
         self.report_page = folder / "report.html"  # the analysis of the run, for a browser
         self.report_data = folder / "report.json"  # the same as JSON
-        self.window_request = folder / ".window-request.json"  # of a command, for a window of traces
-        self.window_answer = folder / ".window-answer.json"  # of the run to that command
 
     def spans(self, rank: int) -> Path:
         """Return the file of a rank's spans."""

@@ -83,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"cannot read the config file {str(path)!r}: {error.strerror}",
             found=f"working directory {Path.cwd()}",
-            next_step="correct the path; hvdtrain config init FILE writes a new file",
+            next_step="correct the path; hvdtrain train --print_config > FILE writes a new file",
         ) from None
     return parse_yaml(text, f"the config file {str(path)!r}", "lines like `train: {steps: 100}`")
 

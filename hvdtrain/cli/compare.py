@@ -10,7 +10,6 @@ _DESCRIPTION = "Compare the losses, options and costs of runs with those of the 
 _EPILOG = """\
 examples:
   hvdtrain compare runs/a runs/b
-  hvdtrain compare runs/a runs/b --html comparison.html
   hvdtrain compare runs/a-seed* runs/b-seed*         several seeds of each
   hvdtrain compare runs/main runs/new --fail_if 'loss > 1.01 * base'
 
@@ -23,18 +22,17 @@ an error; 2 on a wrong option or condition, or if runs have nothing in common.
 
 
 def main(argv: list[str]) -> int:
-    """Print or write the comparison; return the exit code."""
+    """Print the comparison; return the exit code."""
     options = parser().parse_args(argv)
-
-    from hvdtrain.cli.timeline.report import show
     from hvdtrain.compare.comparison import compare
     from hvdtrain.compare.read import read_run
-    from hvdtrain.compare.view import met, to_bytes, to_html, to_text
+    from hvdtrain.compare.view import met, to_bytes, to_text
+    from hvdtrain.timeline.wording import readable
 
     runs = [read_run(path) for path in (options.run_a, *options.run_b)]
     comparison = compare(runs)
     found = met(options.fail_if, comparison) if options.fail_if is not None else []
-    show(options, lambda: to_text(comparison), lambda: to_bytes(comparison), lambda: to_html(comparison, runs))
+    sys.stdout.write(to_bytes(comparison).decode() if options.json else f"{readable(to_text(comparison))}\n")
     if found:
         sys.stderr.write(f"hvdtrain: --fail_if is met: {'; '.join(found)}\n")
     return 1 if found else 0
@@ -47,11 +45,7 @@ def parser() -> Parser:
     add("run_a", type=local, metavar="RUN_A", help="folder of the run to compare with (the base)")
     add("run_b", type=local, nargs="+", metavar="RUN_B", help="folders of other runs")
     add("--json", action="store_true", help="print JSON")
-    add("--html", type=local, metavar="FILE", help="write a self-contained page")
-    add(
-        "--fail_if",
-        metavar="CONDITION",
-        help="exit with code 1 if this is true for a run: NAME OP NUMBER, or NAME OP NUMBER * base [and ...]. --json"
-        " shows the names, as figures",
-    )
+    condition = "exit with code 1 if this is true for a run: NAME OP NUMBER, or NAME OP NUMBER * base [and ...]. --json"
+    add("--fail_if", metavar="CONDITION", help=f"{condition} shows the names, as figures")
+    made.replaced = {"--html": "tensorboard --logdir runs shows the curves of several runs"}
     return made

@@ -6,24 +6,22 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from hvdtrain.cli.launch_options import add_ssh
 from hvdtrain.cli.parser import Parser, local
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.finding import LEVELS, worst
+from hvdtrain.doctor.finding import worst
 from hvdtrain.doctor.hosts.checks import examine as examine_hosts
 from hvdtrain.doctor.hosts.survey import Hosts
-from hvdtrain.doctor.report import Entry, Report, entries, settings, summary
+from hvdtrain.doctor.report import Report
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.runtime.environment import RankInfo, environ
 from hvdtrain.runtime.tuning import prepare
 
-_STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red", "set": "green", "left": ""}
 _REPLACED = {
     **dict.fromkeys(
         ("--probe", "--run", "--model_parameters", "--step_ms", "--interface"),
@@ -61,13 +59,10 @@ def main(argv: list[str]) -> int:
     except HvdtrainError as error:
         print(json.dumps({"error": str(error)}) if options.json else f"error: {error}")
         return 2
-
     if found is None:
         return 0
     if options.json:
         print(json.dumps(found.as_data()))
-    elif found.info is not None and sys.stdout.isatty():
-        _print_table(found)
     else:
         print("\n".join(found.lines()))
     return worst(found.findings)
@@ -85,28 +80,6 @@ def _examine(options: argparse.Namespace) -> Report | None:
     if info.rank != 0:
         return None
     return Report(examine(gather(info, environ(), options.run_dir, refusal)), info, choices)
-
-
-def _print_table(found: Report) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-
-    def show(some: Iterable[Entry]) -> None:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for entry in some:
-            name = [Text(entry.name)] if entry.name else []
-            text = Text("\n".join([entry.text, *entry.remarks]))
-            table.add_row(Text(entry.mark, style=_STYLES[entry.mark]), *name, text)
-        console.print(table)
-
-    show(entries(found.findings))
-    if found.choices:
-        console.print(Text("\nSettings made before torch and MPI are loaded", style="bold"))
-        show(settings(found.choices))
-    console.print(Text("\n" + summary(found.findings), style=_STYLES[LEVELS[worst(found.findings)]]))
 
 
 def _check_hosts(options: argparse.Namespace) -> Report:

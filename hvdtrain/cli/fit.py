@@ -1,4 +1,4 @@
-"""``hvdtrain fit``: predict memory and step time for ways to divide the state, before the job is queued."""
+"""``hvdtrain fit``: predict the memory of ways to divide the state, before the job is queued."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hvdtrain.cli.parser import Parser, local, positives
+from hvdtrain.cli.parser import Parser, positives
 from hvdtrain.errors import ConfigError
 from hvdtrain.fit.ways import GIB, Line, Way, fits_in, meshes_to_try, propose, shard_options, sizes_to_try
 
-if TYPE_CHECKING:
-    from hvdtrain.config.parse import RunConfig
-    from hvdtrain.fit.step_time import StepTimes
-
-_HEAD = f"{'ranks':>5} {'divided':<10} {'checkpoint':<10}{'model':>8}{'optimizer':>10}{'rest':>8}{'peak':>8}"
+_HEAD = f"{'ranks':>5} {'divided':<10} {'checkpoint':<10}{'model':>8}{'optimizer':>10}{'rest':>8}{'peak':>8}{'sent':>9}"
 _DESCRIPTION = """\
 Predict the largest memory of the tensors of one rank, by running two steps of
 the job's own engine on tensors without memory. It takes seconds, and needs no
-GPU and little memory. With --run, predict the time of a step, too."""
+GPU and little memory."""
 _EPILOG = """\
 All options of hvdtrain train are accepted, too. With --parallel.device cuda,
 attention takes the memory that it takes on GPUs, also if there is none here.
@@ -33,9 +29,7 @@ examples:
   hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
   hvdtrain fit --model.config big.json --gib 80 --largest
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
-  hvdtrain fit --run runs/SHORT --config run.yaml --ranks 8 --bandwidth_gbit 25
   hvdtrain fit --ranks 64 --gib 80 --config run.yaml --meshes ep8,tp2xep2,cp4
-  hvdtrain fit --ranks 64 --config run.yaml --meshes tp8,ep8 --run TP8 --run EP8
 
 exit code: 0 if a line fits in --gib, 1 if none does or on an error
 """
@@ -57,15 +51,8 @@ def parser() -> Parser:
     )
     add("--meshes", metavar="MESH,...", help=meshes)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
-    run = (
-        "predict the time of a step from this run of the same model, of 15 steps or more; repeat it for runs of other"
-        " meshes"
-    )
-    add("--run", type=local, metavar="RUN", action="append", default=[], help=run)
-    bandwidth = "bandwidth of each host's link (default: measured in the run, if it had several ranks)"
-    add("--bandwidth_gbit", type=float, metavar="X", help=bandwidth)
-    add("--ranks_per_host", type=int, metavar="N", help="ranks on each host (default: as in the run)")
     add("--json", action="store_true", help="print one JSON object")
+    made.replaced = {"--run": "hvdtrain plan --config RUN/config.yaml predicts the time of a step"}
     return made
 
 
@@ -75,23 +62,19 @@ def main(argv: list[str]) -> int:
     Errors: ConfigError: an invalid option. What only a line does not support is shown in that line.
     """
     options, training = parser().parse_known_args(argv)
-    ranks, times = options.ranks, _step_times(options)
     found: list[Line] = []
-    for line in _predict(training, options, ranks, times):
+    for line in _predict(training, options, options.ranks):
         found.append(line)
         if not options.json:
             if len(found) == 1:
                 unit = "GiB" if line.memory is None or line.memory.peak >= GIB else "MiB"
-                step = f"{'step ms':>9}" if times else f"{'sent':>9}"
                 found_sizes = f"{'samples':>8}" if line.micro_batch else ""
-                print(f"{unit} of a rank's tensors\n{_HEAD}{step}{found_sizes}", flush=True)
+                print(f"{unit} of a rank's tensors\n{_HEAD}{found_sizes}", flush=True)
             print(_text(line, options.gib, unit), flush=True)
     found, reasons = propose(found, options.gib)
     if options.json:
         print(json.dumps([asdict(line) for line in found], indent=1))
     else:
-        for reason in dict.fromkeys(line.no_step for line in found if line.no_step):
-            print(f"no time of a step: {reason}")
         for reason in reasons:
             print(reason)
         if options.gib is None:
@@ -99,18 +82,7 @@ def main(argv: list[str]) -> int:
     return 0 if any(line.memory and fits_in(line.memory, options.gib) for line in found) else 1
 
 
-def _step_times(options: argparse.Namespace) -> list[StepTimes]:
-    if not options.run:
-        if options.bandwidth_gbit is not None or options.ranks_per_host is not None:
-            what = "--bandwidth_gbit and --ranks_per_host affect the time of a step, which is not predicted"
-            raise ConfigError(what, next_step="name a run of this model: --run RUN")
-        return []
-    from hvdtrain.fit.step_time import StepTimes
-
-    return [StepTimes.of_run(run, options.bandwidth_gbit, options.ranks_per_host) for run in options.run]
-
-
-def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], times: list[StepTimes]) -> Iterator[Line]:
+def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int]) -> Iterator[Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
     from hvdtrain.comm.imagined import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
@@ -145,7 +117,6 @@ def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], tim
             if line is not None and not fits_in(memory, gib):
                 break
             line = Line(count, way.shard, mode, memory, micro_batch=found, mesh=way.mesh)
-            line = _with_step(line, times, run) if times else line
         assert line is not None
         return line
 
@@ -167,19 +138,6 @@ def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int], tim
                 yield line
 
 
-def _with_step(line: Line, times: list[StepTimes], run: RunConfig) -> Line:
-    """Predict from the first run that allows it."""
-    reasons = []
-    for each in times:
-        try:
-            found = each.predict(run, line.ranks)
-        except ConfigError as error:
-            reasons.append(error.what)
-        else:
-            return replace(line, step_s=found.then.step_s)
-    return replace(line, no_step="; ".join(reasons))
-
-
 def _text(line: Line, gib: float | None, unit: str) -> str:
     start = f"{line.ranks:>5} {line.mesh or line.shard:<10} {line.checkpointing:<10}"
     if line.memory is None:
@@ -189,12 +147,8 @@ def _text(line: Line, gib: float | None, unit: str) -> str:
     rest = memory.peak - memory.model - memory.optimizer
     numbers = "".join(
         f"{value / by:>{width}.2f}"
-        for value, width in ((memory.model, 8), (memory.optimizer, 10), (rest, 8), (memory.peak, 8))
+        for value, width in ((memory.model, 8), (memory.optimizer, 10), (rest, 8), (memory.peak, 8), (memory.sent, 9))
     )
-    if line.step_s is not None or line.no_step:
-        numbers += f"{'-' if line.step_s is None else f'{1e3 * line.step_s:,.1f}':>9}"
-    else:
-        numbers += f"{memory.sent / by:>9.2f}"
     if line.micro_batch:
         numbers += f"{line.micro_batch:>8}"
     fits = "" if gib is None else f"  {'fits' if fits_in(memory, gib) else 'too big'}"

@@ -22,16 +22,15 @@ from hvdtrain.errors import USAGE, HvdtrainError, LaunchError, exit_code
 from hvdtrain.launch import choose
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
 from hvdtrain.launch.driver import Driver
-from hvdtrain.launch.hosts import find_unknown_host, run_script
+from hvdtrain.launch.hosts import run_script
 from hvdtrain.launch.job_output import SAID
 from hvdtrain.launch.site import NO_SITE, Site, find_site, wrong
 from hvdtrain.launch.spec import Command, JobSpec, Script
 from hvdtrain.launch.targets import TARGETS
 from hvdtrain.launch.targets.base import Target
 from hvdtrain.launch.variables import secret_variables, submit_environment
-from hvdtrain.launch.worker_plan import JOBS, SSH, WorkerPlan, describe_plan
+from hvdtrain.launch.worker_plan import SSH, WorkerPlan, describe_plan
 from hvdtrain.observe.output import unfailing
-from hvdtrain.observe.shell_commands import command_line
 from hvdtrain.programs import output, run_program
 from hvdtrain.runtime.environment import LAUNCH_OPTIONS, change_variables, environ, launch_options_text
 
@@ -74,12 +73,6 @@ def main(argv: list[str]) -> int:
         if target.shows_variables and (hidden := secret_variables(environ())):
             say(f"not passed to the ranks, because other users could read them: {', '.join(hidden)}")
         if isinstance(start, Command):
-            if options.hosts and (host := find_unknown_host(spec.hosts, spec.ssh_arguments)):
-                words = ["--hosts", ",".join(spec.hosts)]
-                words += ["--ssh-port", str(spec.ssh_port)] if spec.ssh_port else []
-                words += [f"--ssh-option={option}" for option in spec.ssh_options]  # which begin with a dash
-                where = "it has no address, and is not in ssh's configuration"
-                say(f"unknown host {host}: {where}; if the start fails: {command_line('hvdtrain', 'doctor', *words)}")
             return _run(own, start, target)
         if spec.trains and not target.elsewhere and not _takes_arguments(spec):
             say("error: training does not accept these arguments; nothing was submitted")
@@ -126,7 +119,7 @@ def _check_ssh(spec: JobSpec, target: str, plan: WorkerPlan | None) -> None:
         hosts = [host for host in spec.other_hosts if plan.starter.by_for(host) == SSH]
         has_ssh = shutil.which(SSH, path=search_path(environ())) is not None
     else:
-        in_job = any(variable in environ() for _, variable in JOBS.values())
+        in_job = bool({"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"} & environ().keys())
         hosts = spec.other_hosts if target == "openmpi" and not in_job else []
         has_ssh = spec.remote_shell
     if hosts and not has_ssh:
@@ -196,10 +189,8 @@ def _run(own: Sequence[str], start: Command, target: Target) -> int:
 
 def _takes_arguments(spec: JobSpec) -> bool:
     """Check whether training accepts its arguments; print its error if not. The job would only fail after the queue."""
-    index = re.split("[-,%]", spec.batch.array or "")[0]
     here = replace(spec, container=None)  # with this machine's hvdtrain
-    words = [word.replace("{array}", index) if index else word for word in here.program]
-    done = run_program([*words, "--print_config"], None, folder=spec.folder)
+    done = run_program([*here.program, "--print_config"], None, folder=spec.folder)
     if done.code == USAGE:
         sys.stderr.write(done.err)
     return done.code != USAGE

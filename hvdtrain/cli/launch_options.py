@@ -29,14 +29,15 @@ _OF_HOROVODRUN = {
     "--hosts": "-H a:2,b:2",
     "--host-discovery-script": "--discover SCRIPT",
     **dict.fromkeys(("--network-interface", "--network-interfaces"), "--interface IF"),
+    "--array": "a loop of the shell",
+    "--pod-patch": "--dry-run, and change what it prints,",
 }
-"""Options of horovodrun, and the options of launch that replace them."""
+"""Options of horovodrun, and those that are no longer there; and what replaces them."""
 
 _OF_TRAINING = {"config", "print_config", *(field.name for field in dataclasses.fields(Config))}
 """First parts of the names of the options of ``hvdtrain train``."""
 
 AFTER_DASHES = "options of training follow --, as in: hvdtrain launch -np 2 -- --train.steps 100"
-
 
 _seconds = partial(above_0, most=1e9, or_0=True)
 
@@ -82,10 +83,6 @@ def _directive(text: str) -> str:
     return text
 
 
-_array = _word(
-    r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*(%[1-9][0-9]{0,5})?",
-    "is no list of indices; expected 0-3, 0,2,5 or 0-9%2",
-)
 _image = _word(r"(?!-)[^\x00-\x1f\x7f]+", "is not an image; expected a name or a path, not starting with a dash")
 _mount = _word("/[^:]*:/[^:]*(:ro)?", "is not a mount; expected SRC:DST or SRC:DST:ro with absolute paths")
 _chunk = _word("[A-Za-z][A-Za-z0-9_]*=[A-Za-z0-9_.+-]+", "is not a resource of PBS; expected NAME=VALUE")
@@ -208,15 +205,13 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--queue", type=_plain, metavar="NAME", help="partition or queue (default: the site's)")
     add("--account", type=_plain, metavar="NAME", help="account to charge (default: yours)")
     add("--name", type=_name, default="hvdtrain", help="name of the job (default: hvdtrain)")
-    indices = "submit one job per index, of 0-9%%2 two at a time; {array} in ARGS becomes the index"
-    add("--array", type=_array, metavar="0-9%2", help=indices)
     notice = "save this long before the time limit, such as 90s, 2m or 0:02:00 (default: 2m)"
     add("--notice", type=duration_s, default=120, metavar="T", help=notice)
     requeues = "requeue the job up to N times (default: 20 for training by Slurm and Kubernetes, else 0)"
     add("--requeues", type=_whole, metavar="N", help=requeues)
     check = "check the hosts before the ranks start, by hvdtrain preflight; requeue without bad hosts"
     add("--preflight", action=BooleanOptionalAction, default=False, help=check)
-    pmi = "how srun connects the ranks of an MPI, such as pmix_v4; none for Gloo (default: what srun --mpi=list offers)"
+    pmi = "how srun connects the ranks of an MPI, such as pmix_v4; none for our driver (default: by srun --mpi=list)"
     add("--pmi", type=_name_of_pmi, metavar="KIND", help=pmi)
     of_starter = "another argument of srun or mpirun, such as --cpu-bind=verbose; may be repeated"
     add("--launcher-arg", action="append", default=[], metavar="ARG", help=of_starter)
@@ -225,8 +220,6 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--image", type=_plain, metavar="NAME", help="container image (default: hvdtrain:cuda or hvdtrain:cpu)")
     resource = "another resource of each worker pod of Kubernetes, such as rdma/ib=1; may be repeated"
     add("--resource", action="append", type=_resource, default=[], metavar="NAME=COUNT", help=resource)
-    patch = "YAML file with changes of the pods of Kubernetes: launcher, worker, each with metadata or spec"
-    add("--pod-patch", type=local, metavar="FILE", help=patch)
     add("--namespace", type=_plain, metavar="NAME", help="Kubernetes namespace (default: the current one)")
 
 

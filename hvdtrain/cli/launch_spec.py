@@ -26,7 +26,6 @@ from hvdtrain.launch.job import Limits
 from hvdtrain.launch.site import NO_SITE, Site
 from hvdtrain.launch.spec import PYTHON, Batch, Container, JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.launch.targets.mpijob import read_pod_patch
 from hvdtrain.launch.variables import FOUND_BY, passed_variables, secret_variables, setup_lines
 from hvdtrain.launch.worker_plan import WorkerPlan, allocation_slots, find_starter
 from hvdtrain.runtime.environment import JOB, LAUNCH_OPTIONS, launch_options_text
@@ -121,7 +120,6 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
     interface = spec.interface or next(iter(networks().values()), "")
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
-
     return WorkerPlan(
         spec,
         program=_rank_program(spec),
@@ -200,7 +198,6 @@ def _batch(options: argparse.Namespace, machine: Machine, setup: tuple[str, ...]
         time_s=options.time,
         queue=options.queue,
         account=options.account,
-        array=options.array,
         mem_mib=options.mem or 0,
         chunk=tuple(options.chunk),
         notice_s=options.notice,
@@ -211,9 +208,7 @@ def _batch(options: argparse.Namespace, machine: Machine, setup: tuple[str, ...]
         image=options.image,
         namespace=options.namespace,
         resources=_resources(options.resource),
-        pod_patch=read_pod_patch(options.pod_patch) if options.pod_patch else {},
         setup=setup,
-        jsrun="jsrun" in machine.programs,
     )
 
 

@@ -82,8 +82,15 @@ class Parser(EitherSpelling):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         near = self.nearest_option(word)
-        instead = self.replaced.get(declared_spelling(word, self.replaced))
-        self.error(f"there is no option {word}", instead or (f"did you mean {near}?" if near else ""))
+        self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse what is declared. An option of `replaced` ends the process."""
+        options, unknown = super().parse_known_args(args, namespace)
+        for word in (word.partition("=")[0] for word in unknown):
+            if instead := self.replaced.get(declared_spelling(word, self.replaced)):
+                self.error(f"there is no option {word}", instead)
+        return options, unknown
 
     def format_help(self) -> str:
         """Return the help text, with a short usage: only positional arguments and required options."""
@@ -108,16 +115,21 @@ _INSTEAD = {
     "serve": "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
     "tune": "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it",
     "cache": "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses",
+    "config": "hvdtrain train --print_config > run.yaml writes all options; docs/reference.md describes them",
+    "completion": "hvdtrain COMMAND --help lists the options; docs/reference.md has them all",
+    "timeline hosts": "hvdtrain timeline report RUN names the slow hosts of each run",
+    "timeline start": "start the job with --observe.timeline FIRST:LAST; timeline watch RUN looks at a running one",
+    "timeline stop": "a recording ends with the last step of --observe.timeline FIRST:LAST",
 }
-"""What does the work of commands that hvdtrain does not have."""
+"""What to do instead of commands that hvdtrain does not have."""
 
 
 def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
     """Return the message for a word that is not a command; it may be an option without its dashes."""
     message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
     message += f"  expected: one of {', '.join(commands)}\n"
-    if not group and name in _INSTEAD:
-        return f"{message}  next: {_INSTEAD[name]}\n"
+    if instead := _INSTEAD.get(f"{group} {name}".strip()):
+        return f"{message}  next: {instead}\n"
     if near := difflib.get_close_matches(name, commands, 1):
         return f"{message}  next: did you mean {near[0]}?\n"
     if not group and {".", "="} & set(name):

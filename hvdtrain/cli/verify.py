@@ -89,7 +89,8 @@ def parser(name: str) -> Parser:
 
 def _call(name: str, argv: list[str]) -> int:
     if name == "plan":
-        return _verify_plan(*parser(name).parse_known_args(argv), argv)
+        options, training = parser(name).parse_known_args(argv)
+        return _verify_plan(options, training, argv)
     options = parser(name).parse_args(argv)
     if name == "resume":
         return _verify_resume(options.run, options.steps, options.sizes)
@@ -142,7 +143,7 @@ def _verify_plan(options: argparse.Namespace, training: list[str], argv: list[st
     if rank_info(environ()).launcher == NO_LAUNCHER:
         ranks = options.ranks or 2 * max(dimensions.same_samples, dimensions.ep * dimensions.pp)
         dimensions.check(ranks)
-        start = [sys.executable, "-m", "hvdtrain.cli.start", "-np", str(ranks), "--", "verify", "plan", *argv]
+        start = [sys.executable, "-m", "hvdtrain", "launch", "-np", str(ranks), "--", "verify", "plan", *argv]
         return subprocess.run(start, check=False).returncode
     info = None
     try:

@@ -45,17 +45,6 @@ class Curve:
         inside = weights > 0
         return float(np.average(self.values[inside], weights=weights[inside])) if inside.any() else None
 
-    def means(self, edges: Floats) -> Floats:
-        """Return the means between ascending edges; nan where the curve has nothing."""
-        known = np.isfinite(self.values)
-        lengths = np.where(known, self.ends - self.begins, 0.0)
-        sums = np.cumsum(lengths * np.where(known, self.values, 0.0))
-        places = np.concatenate([[self.begins[0]], self.ends])
-        totals = [np.diff(np.interp(edges, places, np.concatenate([[0.0], each]))) for each in (sums, lengths.cumsum())]
-        found: Floats = np.full(len(edges) - 1, np.nan)
-        np.divide(totals[0], totals[1], out=found, where=totals[1] > 0)
-        return found
-
     def at(self, places: Floats) -> tuple[Floats, NDArray[np.bool_]]:
         """Return the values at places, and whether the curve has them."""
         steps = np.minimum(np.searchsorted(self.ends, places), len(self.ends) - 1)

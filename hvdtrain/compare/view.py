@@ -1,4 +1,4 @@
-"""A comparison as tables of text cells, as text for a terminal of 80 columns, as a page, as JSON, and for --fail_if."""
+"""A comparison as tables of text cells, as text for a terminal of 80 columns, as JSON, and for --fail_if."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from hvdtrain.compare.comparison import Comparison, Row
-from hvdtrain.compare.curves import SAMPLES, SECONDS
-from hvdtrain.compare.read import RunRecord
+from hvdtrain.compare.curves import SAMPLES
 from hvdtrain.observe import cost
 from hvdtrain.observe.output import duration
 from hvdtrain.timeline.analysis.analysis import Estimate
-from hvdtrain.timeline.columns import Floats
 from hvdtrain.timeline.report import condition
 from hvdtrain.timeline.report.form import dumped
-from hvdtrain.timeline.report.page import render
 from hvdtrain.timeline.report.terminal import shorten
 
 _LABELS = {"loss": "training loss", "heldout_loss": "held-out loss"}
@@ -34,18 +29,14 @@ _SIDE_BY_SIDE = 3
 """Columns of a table at most."""
 _MOST = 20
 """Lines of a table at most."""
-_HUES = ("forward", "transfer", "optimizer", "data", "gc", "aside")
-"""Colours of the style sheet, by column; they repeat."""
-_PLOT_WIDTH, _PLOT_HEIGHT, _POINTS = 1000, 260, 250
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table: a cell for each column of the comparison, and what its bar shows, if it has one."""
+    """A line of a table: a cell for each column of the comparison."""
 
     label: str
     cells: Sequence[str]
-    differences: Sequence[Estimate | None] = ()
 
 
 def letter(column: int) -> str:
@@ -93,7 +84,7 @@ def _figure(row: Row) -> Iterator[Line]:
     if any(row.differences):
         marks = ["*" if is_significant(each) else "" for each in row.differences]
         cells = [f"{each.value:+.3g}{mark}" if each else "" for each, mark in zip(row.differences, marks, strict=True)]
-        yield Line("  minus base", cells, row.differences)
+        yield Line("  minus base", cells)
     intervals = [_interval(each) for each in row.differences]
     if any(intervals):
         yield Line("  95% interval", intervals)
@@ -200,61 +191,3 @@ def met(text: str, comparison: Comparison) -> list[str]:
 def to_bytes(comparison: Comparison) -> bytes:
     """Return the comparison as JSON text."""
     return dumped({"version": 1, "figures": figures(comparison), **asdict(comparison)})
-
-
-def to_html(comparison: Comparison, runs: Sequence[RunRecord]) -> str:
-    """Return the page of a comparison; `runs` are those that it compares."""
-    by_path = {str(run.path): run for run in runs}
-    columns = [[by_path[path] for path in paths] for paths in comparison.columns]
-    view = {
-        "comparison": comparison,
-        "heads": heads(comparison),
-        "letters": [letter(n) for n in range(len(columns))],
-        "hues": [_HUES[n % len(_HUES)] for n in range(len(columns))],
-        "tables": [(title, [_table_line(line) for line in lines]) for title, lines in tables(comparison).items()],
-        "plots": [_plot(columns, axis) for axis in (SAMPLES, SECONDS)],
-    }
-    return render("compare.html", view)
-
-
-def _table_line(line: Line) -> dict[str, Any]:
-    """Return the label, the cells, and for each cell its whisker: positions in percent, 50 is no difference."""
-    known = [each for each in line.differences if each is not None and np.isfinite(each.low + each.high + each.value)]
-    most = max([abs(end) for each in known for end in (each.low, each.high)] + [1e-12])
-    bars = [_bar(each, most) if each in known else None for each in line.differences] or [None] * len(line.cells)
-    return {
-        "label": line.label.strip(),
-        "inner": line.label.startswith(" "),
-        "cells": list(zip(line.cells, bars, strict=True)),
-    }
-
-
-def _bar(difference: Estimate | None, most: float) -> dict[str, float] | None:
-    if difference is None:
-        return None
-    value, low, high = (50 + 50 * end / most for end in (difference.value, difference.low, difference.high))
-    return {"x": min(50.0, value), "width": abs(value - 50), "low": low, "high": high}
-
-
-def _plot(columns: Sequence[Sequence[RunRecord]], axis: str) -> dict[str, Any]:
-    """Return the training losses as lines of a picture, with the ends of its axes. Losses of other tasks are left out.
-
-    Each point is the mean over a 250th of the axis.
-    """
-    task = columns[0][0].task
-    curves = [(n, run.losses[axis]) for n, runs in enumerate(columns) for run in runs if run.task == task]
-    end = max(float(curve.ends[-1]) for _, curve in curves)
-    edges = np.linspace(0, end or 1.0, _POINTS + 1)
-    series = [(number, curve.means(edges)) for number, curve in curves]
-    known = np.concatenate([values[np.isfinite(values)] for _, values in series])
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
-    lines = [(_HUES[number % len(_HUES)], _points(values, low, high)) for number, values in series]
-    return {"axis": axis, "end": f"{end:,.0f}" if axis == SAMPLES else f"{end:,.1f} s", "low": low, "high": high,
-            "lines": lines}  # fmt: skip
-
-
-def _points(values: Floats, low: float, high: float) -> str:
-    """Return the points of a polyline."""
-    x = (np.arange(len(values)) + 0.5) * _PLOT_WIDTH / len(values)
-    y = _PLOT_HEIGHT * (1 - (values - low) / ((high - low) or 1.0))
-    return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True) if np.isfinite(b))

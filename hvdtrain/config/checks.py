@@ -75,14 +75,12 @@ _RULES: Mapping[str, _Rule] = {
     "checkpoint.every": _not_negative("at the end only"),
     "elastic.loss_s": _not_negative("lose nothing"),
     "observe.line_every_s": _not_negative("each step"),
-    "observe.histograms_every": _not_negative("off"),
     "observe.stall_timeout_s": _not_negative("never"),
     "observe.watch_every_s": _not_negative("never"),
     "observe.prometheus": (
         lambda value: 1 <= value <= 65535 if isinstance(value, int) else value.endswith(".prom"),
         "a port, 1 to 65535, or a file NAME.prom",
     ),
-    "observe.otlp": (_is_http, "a URL such as http://collector:4318"),
     "observe.price_per_hour": _not_negative("free"),
     "run_dir": (
         lambda value: value and not is_url(value),

@@ -1,19 +1,17 @@
-"""The options of training as a list; help, completion and the file of `hvdtrain config init` made from it."""
+"""The options of training as a list, and the help made from it."""
 
 from __future__ import annotations
 
-import textwrap
 import types
 from argparse import ArgumentParser
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jsonargparse
 import yaml
 
 from hvdtrain.config.schema import Config
-from hvdtrain.yaml_file import yaml_text
 
 _TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _METAVARS = {
@@ -22,7 +20,6 @@ _METAVARS = {
     **dict.fromkeys(("data.text", "data.chat", "data.validation"), "GLOB"),
     **dict.fromkeys(("observe.timeline", "observe.profile"), "STEPS"),
     "observe.prometheus": "PORT|FILE",
-    "observe.otlp": "URL",
     "resume": "CHECKPOINT",
     "parallel.compression": "NAME",
 }
@@ -30,12 +27,6 @@ _METAVARS = {
 _SECTIONS = ("", "model", "data", "train", "optimizer", "parallel", "memory", "checkpoint", "loader", "elastic",
              "observe")  # fmt: skip
 """The order in which a newcomer needs the sections. Other sections of a task come last."""
-
-_WIDTH = 110
-_HEAD = """\
-# Options of `hvdtrain train`, each with its default. Use: hvdtrain train --config FILE
-# Options on the command line override this file. You may delete lines that you do not change.
-"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ def list_options(parser: jsonargparse.ArgumentParser) -> Options:
 
 
 def plain_parser(options: Options) -> ArgumentParser:
-    """Declare the options with argparse, for help and completion."""
+    """Declare the options with argparse, for help."""
     made = ArgumentParser(
         prog="hvdtrain train",
         usage="hvdtrain train [--config FILE] [--task TASK] [--OPTION VALUE ...]",
@@ -127,25 +118,6 @@ def plain_parser(options: Options) -> ArgumentParser:
             help=option.help_text().replace("%", "%%"),
         )
     return made
-
-
-def to_yaml(options: Options, task: str) -> str:
-    """Return all options as YAML with their defaults, each below a comment; reading it gives these defaults.
-
-    `task` is the value to write for that option; `options` include those of the function that it names.
-    """
-    lines = [_HEAD]
-    before: list[str] = []
-    for option in options.options:
-        *sections, _ = option.name.split(".")
-        for depth, name in enumerate(sections):
-            path = sections[: depth + 1]
-            if path != before[: depth + 1]:
-                margin = "  " * depth
-                lines += ["", *_comment(options.titles.get(".".join(path), ""), margin), f"{margin}{name}:"]
-        before = sections
-        lines += _entry(replace(option, default=task) if option.name == "task" else option)
-    return "\n".join(lines) + "\n"
 
 
 def _order(option: Option) -> tuple[int, bool]:
@@ -209,18 +181,3 @@ def _in_words(hint: Any) -> str:
         return f"list of {_in_words(get_args(hint)[0])}"
     name = str(getattr(hint, "__name__", hint))
     return "anything" if name in ("Any", "None", "Untyped") else name
-
-
-def _entry(option: Option) -> list[str]:
-    *sections, name = option.name.split(".")
-    margin = "  " * len(sections)
-    effect, default, rest = " ".join(option.effect.split()).rpartition("(default: ")
-    about = f"{effect}({option.values}; default: {rest}" if default else f"{rest} ({option.values})".strip()
-    if option.required:  # an empty value would read as null, and hide that it is missing
-        return _comment(f"{about} (required) {name}: ...", margin)
-    value = yaml_text({name: option.default}, allow_unicode=True, width=1 << 20)
-    return [*_comment(about, margin), *(margin + line for line in value.splitlines())]
-
-
-def _comment(text: str, margin: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"{margin}# ", subsequent_indent=f"{margin}# ")

@@ -283,13 +283,11 @@ class ObserveConfig:
             write(record) and close(), as file.py:name or module:name
         prometheus: metrics for Prometheus, by rank 0: a port of its host, on 127.0.0.1 only, or FILE.prom, a file for
             the textfile collector of node_exporter (default: none)
-        otlp: URL of a collector of OpenTelemetry, which gets these metrics every 10 s by http/protobuf (default: none)
         timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (steps 10 to 20
             if recording is free on this machine, otherwise none)
         profile: steps that torch.profiler records, one file per rank: FIRST:LAST, all or off
         nvtx: mark the parts of each step for Nsight Systems
         tensorboard: write TensorBoard files to RUN/tensorboard
-        histograms_every: write TensorBoard histograms of parameters and gradients every N steps; 0 means never
         peak_tflops: peak TFLOP/s of the device, from which utilization is computed (default: from a table of known
             devices)
         stall_timeout_s: end the run and name the responsible rank if no rank makes progress for this many seconds; 0
@@ -303,12 +301,10 @@ class ObserveConfig:
     line_every_s: float = 5.0
     sinks: list[str] | str = field(default_factory=list)
     prometheus: int | str | None = None
-    otlp: str | None = None
     timeline: str = "auto"
     profile: str = "off"
     nvtx: bool = False
     tensorboard: bool = True
-    histograms_every: int = 0
     peak_tflops: float | None = None
     stall_timeout_s: float = 600.0
     watch_every_s: float = 300.0

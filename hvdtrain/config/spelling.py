@@ -49,6 +49,8 @@ ELSEWHERE: Mapping[str, str] = {
     "--resume": "resume_from_checkpoint resume_from ckpt_path load_checkpoint",
     "--observe.line_every_s": "logging_steps log_interval log_every_n_steps log_every",
     "--observe.sinks": "report_to wandb",
+    "--observe.prometheus": "observe.otlp otlp",
+    "--callbacks": "observe.histograms_every",
     "--model.from": "model.pretrained pretrained model_name_or_path pretrained_model_name_or_path init_from",
     "--model.attention": "attn_implementation attention flash_attention use_flash_attn",
     "--model.lora": "lora use_lora lora_r lora_rank",
@@ -64,6 +66,8 @@ _REMARKS: Mapping[str, str] = {
     "--train.global_batch": "samples of a step over all ranks; a rank accumulates the gradients of its micro-batches",
     "--optimizer.warmup_steps": "a number of steps",
     "--observe.line_every_s": "in seconds",
+    "--observe.prometheus": "a collector of OpenTelemetry reads its port by the receiver named prometheus",
+    "--callbacks": "on_step of one may call add_histogram of torch's SummaryWriter",
 }
 
 

@@ -9,8 +9,6 @@ from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 
 EVERY_STEP = "every_step"
-AUTO_SYNC = "auto"
-"""Of `hvdtrain timeline whatif --sync`: compare the methods."""
 METHODS = ("local", "diloco", "streaming", "sparseloco")
 
 

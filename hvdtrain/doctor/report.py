@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,46 +35,42 @@ class Report:
         return {key: part for key, part in parts.items() if part is not None}
 
     def lines(self) -> Iterator[str]:
-        """Yield the report as plain lines."""
-        yield from plain_lines(entries(self.findings))
+        """Yield the report as lines. Minor findings without a problem share one, which lists their names."""
+        rows: list[_Row] = []
+        for level in reversed(LEVELS):
+            for one in self.findings:
+                if one.level == level and not (one.minor and level == "ok"):
+                    rows.append((level, one.name, one.found, [one.why, one.fix and f"fix: {one.fix}"]))
+        if brief := [one.name for one in self.findings if one.minor and one.level == "ok"]:
+            rows.append(("ok", "also", f"{', '.join(brief)} (details: --json)", []))
+        yield from _lines(rows)
         if self.choices:
             yield "settings made before torch and MPI are loaded:"
-        yield from plain_lines(settings(self.choices))
+        yield from _lines([_setting(choice) for choice in self.choices])
         if self.info is None:
             yield ""
         yield summary(self.findings)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One entry of the report: a mark such as a level, a name, a line of text, and remarks below it."""
-
-    mark: str
-    name: str
-    text: str
-    remarks: tuple[str, ...] = ()
+_Row = tuple[str, str, str, Sequence[str]]
+"""A mark such as a level, a name, a text, and remarks below it."""
 
 
-def entries(findings: Sequence[Finding]) -> Iterator[Entry]:
-    """Yield the findings, worst first. Minor findings without a problem share one entry that lists their names."""
-    brief = [finding.name for finding in findings if finding.minor and finding.level == "ok"]
-    for level in reversed(LEVELS):
-        for finding in findings:
-            if finding.level == level and not (finding.minor and level == "ok"):
-                remarks = (finding.why, finding.fix and f"fix: {finding.fix}")
-                yield Entry(level, finding.name, finding.found, tuple(filter(None, remarks)))
-    if brief:
-        yield Entry("ok", "also", f"{', '.join(brief)} (details: --json)")
+def _lines(rows: Sequence[_Row]) -> Iterator[str]:
+    """Yield lines with texts that begin in the same column."""
+    width = max((len(name) + 1 for _, name, _, _ in rows if name), default=0)
+    for mark, name, text, remarks in rows:
+        yield f"{mark:<8} {name:<{width}}{text}"
+        yield from (f"{'':<{width + 9}}{remark}" for remark in remarks if remark)
 
 
-def settings(choices: Sequence[Choice]) -> Iterator[Entry]:
-    """Yield the settings made before torch and MPI are loaded, and those left as they were."""
-    for choice in choices:
-        setting = choice.setting
-        mark, text, preferred = "set", f"{setting.variable}={setting.value}", ""
-        if not choice.applied:
-            mark, text, preferred = "left", f"{setting.variable}: {choice.kept}", f"{setting.value} would be set: "
-        yield Entry(mark, "", text, (f"because: {preferred}{setting.reason}", f"effect: {setting.effect}"))
+def _setting(choice: Choice) -> _Row:
+    """Return a setting, made or left as it was."""
+    setting = choice.setting
+    mark, text, preferred = "set", f"{setting.variable}={setting.value}", ""
+    if not choice.applied:
+        mark, text, preferred = "left", f"{setting.variable}: {choice.kept}", f"{setting.value} would be set: "
+    return mark, "", text, (f"because: {preferred}{setting.reason}", f"effect: {setting.effect}")
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -85,12 +81,3 @@ def summary(findings: Sequence[Finding]) -> str:
     if warnings:
         parts.append(f"{len(warnings)} warning{'s' * (len(warnings) > 1)}: {', '.join(warnings)}")
     return "; ".join(parts) or f"no problems: {len(findings)} checks"
-
-
-def plain_lines(shown: Iterable[Entry]) -> Iterator[str]:
-    """Yield entries as plain lines. Their texts begin in the same column."""
-    rows = list(shown)
-    width = max((len(entry.name) + 1 for entry in rows if entry.name), default=0)
-    for entry in rows:
-        yield f"{entry.mark:<8} {entry.name:<{width}}{entry.text}"
-        yield from (f"{'':<{width + 9}}{remark}" for remark in entry.remarks)

@@ -31,8 +31,6 @@ class Line:
         memory: None if it is refused.
         refused: why; else empty.
         micro_batch: samples, if the largest that fits was looked for.
-        step_s: of a step; None if not predicted.
-        no_step: why the step was not predicted; else empty.
         mesh: such as tp2xep4 or tp2xfsdp; empty for a value of `--parallel.shard`.
         proposed: whether it is the best one that fits.
     """
@@ -43,8 +41,6 @@ class Line:
     memory: Memory | None
     refused: str = ""
     micro_batch: int | None = None
-    step_s: float | None = None
-    no_step: str = ""
     mesh: str = ""
     proposed: bool = False
 
@@ -114,15 +110,13 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
         fitting = [line for line in tried if line.memory and fits_in(line.memory, gib)]
         if not fitting:
             continue
-        timed = [line for line in fitting if line.step_s is not None]
-        best = min(timed or fitting, key=_cost)
+        best = min(fitting, key=_cost)
         lines = [replace(line, proposed=True) if line is best else line for line in lines]
         memory = best.memory
         assert memory is not None
-        least = "the shortest step" if best.step_s is not None else "the least to wait for and to send"
-        least += f" of {len(timed)} with a predicted time" if 0 < len(timed) < len(fitting) else ""
         others = "nothing else fits;" if len(tried) > 1 else "nothing else was tried;"
-        others = f"of {len(fitting)} ways that fit, it has {least}:" if len(fitting) > 1 else others
+        if len(fitting) > 1:
+            others = f"of {len(fitting)} ways that fit, it has the least to wait for and to send:"
         sent, waited = (f"{count / (1 << 20):,.1f} MiB" for count in (memory.sent, memory.waited_for))
         reasons += [
             f"proposal for {count} rank(s): {_options(best)}",
@@ -133,9 +127,9 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
     return lines, reasons
 
 
-def _cost(line: Line) -> tuple[float, float, int, int]:
+def _cost(line: Line) -> tuple[float, int, int]:
     assert line.memory is not None
-    return line.step_s or 0.0, line.memory.bubble, line.memory.waited_for, line.memory.sent
+    return line.memory.bubble, line.memory.waited_for, line.memory.sent
 
 
 def _options(line: Line) -> str:

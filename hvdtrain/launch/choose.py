@@ -63,7 +63,12 @@ def _auto(given: Collection[str], machine: Machine) -> Choice:
     in_image = "container" in given
     for name, target in TARGETS.items():
         if why := target.auto(machine):
-            mpi, note = target.choose(machine, in_image)
+            try:
+                mpi, note = target.choose(machine, in_image)
+            except LaunchError as error:
+                if in_image:
+                    raise
+                return Choice(OWN, None, f"{why}, and {error.what}: over Gloo")
             return Choice(name, mpi, why + note)
     if in_image and (mpi := machine.mpi_for_image):
         return Choice(mpi.flavour, mpi, needs_in_image(mpi))
@@ -119,7 +124,7 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
     target = TARGETS.get(to)
     if target is not None and target.even:
         _refuse_uneven(spec, to)
-    if target is not None and "array" in target.takes:
+    if target is not None and "directive" in target.takes:
         _refuse_in_queue(spec)
     if spec.gpus_per_node:
         _refuse_gpus(spec)
@@ -171,12 +176,4 @@ def _refuse_in_queue(spec: JobSpec) -> None:
             "--notice is not shorter than the job's time",
             expected=f"--notice below --time ({batch.time_s}s)",
             found=f"--notice {batch.notice_s}s",
-        )
-    if not batch.array and any("{array}" in word for word in spec.arguments):
-        raise LaunchError("{array} has no value", expected="an array of jobs", next_step="--array 0-3; or omit {array}")
-    if batch.array and not any("{array}" in word for word in spec.arguments):
-        raise LaunchError(
-            "all jobs of the array would be the same run",
-            expected="{array} in an argument, which becomes the index",
-            next_step="... -- --seed {array} --run_dir runs/{array}",
         )

@@ -17,7 +17,7 @@ from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
 from hvdtrain.programs import output
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
-PROGRAMS = ("srun", "jsrun")
+PROGRAMS = ("srun",)
 NO_PMI = "none"
 
 

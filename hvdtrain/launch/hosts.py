@@ -1,13 +1,11 @@
-"""The hosts of a job: from ``-H``, a discovery script, or Slurm's lists. Which of their names are unknown."""
+"""The hosts of a job: from ``-H``, a discovery script, or Slurm's lists."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import re
-import shutil
-import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError, UnreachableError
@@ -23,9 +21,6 @@ _MOST_NODES = 1 << 16  # most nodes of a list of Slurm
 
 _ITEM = re.compile(r"[A-Za-z0-9._-]+|(?:[A-Za-z0-9._-]*\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-
-_SSH_S = 5.0
-_BY_OTHERS = ("proxyjump ", "proxycommand ")  # options of ssh with which another machine resolves the name
 
 
 def parse_hosts(text: str) -> dict[str, int]:
@@ -206,32 +201,3 @@ def _wrong(text: str, part: str) -> LaunchError:
         found=f"{part!r} in {text!r}" if part != text else repr(text),
         next_step="compare with the output of: scontrol show hostnames",
     )
-
-
-def find_unknown_host(hosts: Iterable[str], ssh_arguments: Sequence[str] = ()) -> str | None:
-    """Return the first host without an address here and without a name or proxy in ssh's configuration, or None.
-
-    An MPI that cannot resolve a name fills the screen with errors. `hosts`: host or user@host.
-    """
-    for host in hosts:
-        if not _has_address(host.rpartition("@")[2]) and not _by_ssh(host, ssh_arguments):
-            return host
-    return None
-
-
-def _has_address(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except OSError:
-        return False
-
-
-def _by_ssh(host: str, arguments: Sequence[str]) -> bool:
-    if shutil.which("ssh") is None:
-        return False
-    try:
-        lines = run_program(["ssh", *arguments, "-G", host], _SSH_S).out.splitlines()
-    except TimeoutError:
-        return True  # unknown: let the launcher try
-    name = next((line.partition(" ")[2] for line in lines if line.startswith("hostname ")), "")
-    return any(line.startswith(_BY_OTHERS) for line in lines) or (bool(name) and _has_address(name))

@@ -20,7 +20,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 FOUND, ABSENT, GONE = 200, 404, 410
 
@@ -162,7 +161,7 @@ class Rendezvous:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:  # most often too many open files
-                self.log_limited("crowd", f"no connection can be accepted: {error.strerror}", self._describe_owners)
+                self._log_crowd(f"no connection can be accepted: {error.strerror}")
                 if self._strangers:
                     return self._close_oldest()
                 self._loop.remove_reader(self._listener)  # for a tick: it would be called again at once
@@ -174,20 +173,16 @@ class Rendezvous:
             self._until_s[task] = self._loop.time() + STRANGER_S
             if len(self._strangers) > MOST_STRANGERS:
                 self._close_oldest()
-                text = f"more than {MOST_STRANGERS} connections have sent no request"
-                self.log_limited("crowd", text, self._describe_owners)
+                self._log_crowd(f"more than {MOST_STRANGERS} connections have sent no request")
 
     def _close_oldest(self) -> None:
         task = next(iter(self._strangers))
         del self._strangers[task]
         task.cancel()
 
-    def _describe_owners(self) -> str:
-        """Describe the owners of the connections in words."""
-        port = self._listener.getsockname()[1]
-        owners = ", ".join(f"{number} of uid {uid}" for uid, number in _owners(port).most_common(3))
-        holders = f"Another program holds them ({owners or 'from elsewhere'}), see: ss -tnp dport = :{port}"
-        return f"; the oldest are closed to make room for ranks. {holders}"
+    def _log_crowd(self, text: str) -> None:
+        see = f"see: ss -tnpe dport = :{self._listener.getsockname()[1]}"
+        self.log_limited("crowd", f"{text}; the oldest are closed to make room for ranks. Who holds them? {see}")
 
     async def _serve_client(self, peer: socket.socket) -> None:
         task = asyncio.current_task()
@@ -254,21 +249,10 @@ class Rendezvous:
         head = f"HTTP/1.1 {status} \r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         await self._loop.sock_sendall(peer, head.encode() + body)
 
-    def log_limited(self, kind: str, text: str, more: Callable[[], str] = str) -> None:
+    def log_limited(self, kind: str, text: str) -> None:
         """Log a line; the more lines of a kind, the rarer."""
         self._counts[kind] += 1
         number = self._counts[kind]
         few = number <= (_LOGGED if kind == "refused" else 1)
         if few or (number > _LOGGED and number & (number - 1) == 0):
-            self._log(f"rendezvous: {text}{'' if few else f', the {number}th'}{more()}")
-
-
-def _owners(port: int) -> Counter[int]:
-    """Count the connections to a port of this host by the user who owns them."""
-    found: Counter[int] = Counter()
-    with suppress(OSError):
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[2].endswith(f":{port:04X}") and fields[3] == "01":
-                found[int(fields[7])] += 1
-    return found
+            self._log(f"rendezvous: {text}{'' if few else f', the {number}th'}")

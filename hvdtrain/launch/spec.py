@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from hvdtrain.install.versions import MpiBuild
 from hvdtrain.launch.hosts import LOCAL_NAMES
@@ -41,7 +40,6 @@ class Batch:
     time_s: int | None = None
     queue: str | None = None  # partition of Slurm, queue of PBS and LSF, local queue of Kubernetes' Kueue
     account: str | None = None
-    array: str | None = None
     mem_mib: int = 0  # memory of each host; 0 for the site's default
     chunk: tuple[str, ...] = ()  # further resources of each host of PBS: ``host_type=a``
     notice_s: int = 120
@@ -52,9 +50,7 @@ class Batch:
     image: str | None = None
     namespace: str | None = None
     resources: tuple[tuple[str, int], ...] = ()  # extended resources of each pod of Kubernetes: ``rdma/ib`` and 1
-    pod_patch: Mapping[str, Any] = field(default_factory=dict)  # changes of pods, of `mpijob.read_pod_patch`
     setup: tuple[str, ...] = ()  # lines of shell before the ranks start: modules, conda
-    jsrun: bool = False  # whether LSF allocates whole hosts, on which jsrun starts the ranks
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class JobSpec:
     launcher_arguments: tuple[str, ...] = ()  # further arguments of srun or mpirun
     in_step: bool = False  # whether this process is in a step of Slurm, with which its ranks share cores and GPUs
     agents: str = "auto"  # program that starts the agents of our own driver on other hosts
-    slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, cray_shasta, or "" where it cannot: over Gloo
+    slurm_mpi: str = ""  # how srun connects that MPI: pmix, pmi2, cray_shasta, or "" where it cannot
     is_program: bool = False  # whether `arguments` start with a program
     is_root: bool = False  # whether the user is root, which Open MPI refuses by default
     remote_shell: bool = True  # whether mpirun finds ssh or rsh here

@@ -8,7 +8,8 @@ Agents on other hosts start by ssh, or inside an allocation by its scheduler, as
   ``--gpus-per-task=1``. With ``--gpus=N`` it has those of its node in each case (tested with Slurm 22.05).
 - ``blaunch`` of LSF forwards stdin and stdout as ssh does, and without ``-no-shell`` a shell reads the command:
   https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-blaunch
-- ``pbs_tmrsh`` of PBS forwards neither stdin nor stdout, so `called_agent` connects the agent by TCP.
+
+``pbs_tmrsh`` of PBS forwards neither stdin nor stdout, so agents start by ssh there.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
-from hvdtrain.launch.called_agent import CONNECT
 from hvdtrain.launch.choose import AUTO
 from hvdtrain.launch.hosts import LOCAL_NAMES, node_names
 from hvdtrain.launch.job import Limits
 from hvdtrain.launch.spec import JobSpec
-from hvdtrain.launch.srun_job import scancel_id
 from hvdtrain.launch.targets.base import network_variables
 from hvdtrain.launch.variables import agent_environment, passed_variables, step_environment
 from hvdtrain.programs import run_program
@@ -35,7 +34,6 @@ from hvdtrain.runtime.environment import horovod_numbers
 SSH = "ssh"
 JOBS: Mapping[str, tuple[str, str]] = {
     "srun": ("Slurm", "SLURM_JOB_ID"),
-    "pbs_tmrsh": ("PBS", "PBS_JOBID"),
     "blaunch": ("LSF", "LSB_JOBID"),
 }
 """Programs that start agents: their scheduler, and the variable that is set inside its allocations."""
@@ -72,7 +70,7 @@ class Starter:
         """Return the program that starts the agent of a host."""
         return self.by if self.forced or short_name(host) in self.nodes else SSH
 
-    def command(self, host: str, python: str, code: str, interface: str) -> list[str]:
+    def command(self, host: str, python: str, code: str) -> list[str]:
         """Return the command that runs Python code on a host of the allocation, with stdin and stdout."""
         node = self.nodes.get(short_name(host), host)
         argv = [python, "-c", code]
@@ -80,10 +78,7 @@ class Starter:
             gpus = [f"--gpus={self.gpus[node]}"] if self.gpus.get(node) else []
             where = ["--nodes=1", "--ntasks=1", f"--nodelist={node}"]
             return ["srun", "--overlap", *where, *gpus, "--mem=0", "--cpu-bind=none", "--mpi=none", *argv]
-        if self.by == "blaunch":
-            return ["blaunch", "-no-shell", node, *argv]
-        by = ["--interface", interface] if interface else []
-        return [python, "-m", "hvdtrain.launch.called_agent", *by, "pbs_tmrsh", node, python, "-c", CONNECT + code]
+        return ["blaunch", "-no-shell", node, *argv]
 
 
 def short_name(host: str) -> str:
@@ -115,8 +110,6 @@ def find_starter(asked: str, environ: Mapping[str, str], path: str) -> Starter:
             next_step="start it in a batch script or an interactive job; or by ssh: --agents ssh",
         )
     by = asked if asked != AUTO else next(iter(inside), SSH)
-    if by == SSH:
-        return Starter()
     in_slurm = by == "srun"
     nodes = environ.get("SLURM_JOB_NODELIST")
     names = (node_names(nodes) if nodes else []) if in_slurm else allocation_slots(environ)
@@ -125,7 +118,9 @@ def find_starter(asked: str, environ: Mapping[str, str], path: str) -> Starter:
 
 def _gpus(environ: Mapping[str, str]) -> dict[str, int]:
     """Return the GPUs of this job on each node; none where scontrol does not answer."""
-    argv = ["scontrol", "--details", "--oneliner", "show", "job", scancel_id(environ)]
+    job, array = environ["SLURM_JOB_ID"], environ.get("SLURM_ARRAY_JOB_ID")  # of an array, its job alone
+    name = f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job
+    argv = ["scontrol", "--details", "--oneliner", "show", "job", name]
     try:
         return gpus_by_node(run_program(argv, _SCONTROL_S).out)
     except OSError:
@@ -163,7 +158,7 @@ def agent_command(plan: WorkerPlan, host: str) -> list[str]:
     if host in plan.local:
         return [plan.job.python, "-m", AGENT]
     if plan.starter.by_for(host) != SSH:
-        return plan.starter.command(host, plan.job.python, BOOT.format(module=AGENT), plan.job.interface)
+        return plan.starter.command(host, plan.job.python, BOOT.format(module=AGENT))
     return ssh_command(host, AGENT, plan.job.python, plan.job.ssh_arguments)
 
 

@@ -42,8 +42,6 @@ class HorovodTimeline:
     warn: Callable[[str], None]  # called once if the Timeline cannot be recorded; training continues
     _state: Literal["before", "open", "over"] = "before"
     _path: Path | None = None
-    _first: int = 0
-    _named_last: int | None = None
 
     def begin_step(self, step: int) -> None:
         """Open the window at its first step, close it after its last step. Collective: yes."""
@@ -54,13 +52,6 @@ class HorovodTimeline:
             self._state = "over"
             on_rank_0(self.comm, self._stop, name="timeline/close")
 
-    def record(self, window: Window) -> None:
-        """Record later steps, or end the open window with the last of these steps. Replaces a window that waits."""
-        if self._state == "open":
-            self.window = Window(self.window.first, window.last)
-        else:
-            self._state, self.window = "before", window
-
     def close(self) -> None:
         """Close the window if it is open."""
         self._stop()
@@ -68,10 +59,10 @@ class HorovodTimeline:
     def _start(self, step: int) -> None:
         if self.recording is None:
             return
-        self._first, self._named_last = step, self.window.last
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = free_path(self._named(step, self.window.last))
+            last = _OPEN if self.window.last is None else self.window.last
+            path = free_path(TimelineLayout(self.folder).horovod(step, last))
             path.open("xb").close()  # Horovod reports a file that cannot be opened only in its log
             try:
                 self.recording.start_timeline(path)
@@ -89,13 +80,8 @@ class HorovodTimeline:
         try:
             self.recording.stop_timeline()
             _check(path)
-            if self.window.last not in (None, self._named_last):
-                path.rename(free_path(self._named(self._first, self.window.last)))
         except (OSError, HvdtrainError) as error:
             self.warn(f"Horovod's Timeline {path} is incomplete: {error}; training continues")
-
-    def _named(self, first: int, last: int | None) -> Path:
-        return TimelineLayout(self.folder).horovod(first, _OPEN if last is None else last)
 
 
 def _check(path: Path) -> None:

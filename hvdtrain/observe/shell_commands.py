@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdtrain.install.versions import NO_SHELL, REMOTE_SHELL
 from hvdtrain.run_layout import RunLayout
-from hvdtrain.runtime.environment import GLOO_LAUNCHER, RankInfo, by_srun, launch_options
+from hvdtrain.runtime.environment import RankInfo, launch_options
 from hvdtrain.runtime.host import read_host
 
 _LONGEST = 400
@@ -69,9 +69,7 @@ def _launched(line: str, info: RankInfo, note: str = "") -> str:
             settings = "".join(f"{name}={NO_SHELL} " for name in REMOTE_SHELL if info.variables.get(name) == NO_SHELL)
             line = f"{settings}{shlex.quote(program_path('mpirun'))}{flags} -np {info.size} {line}"
         else:
-            over_gloo_by_srun = info.launcher == GLOO_LAUNCHER and by_srun(info.variables)
-            started_by = "srun" if over_gloo_by_srun else info.started_by.command
-            notes.append(f"on {info.size} ranks, started by {started_by} as before")
+            notes.append(f"on {info.size} ranks, started by {info.started_by.command} as before")
     if not notes:
         return line
     return f"{line}{',' if line.startswith('#') else '  #'} {', '.join(notes)}"

@@ -139,13 +139,6 @@ class SpanTrace:
         a_step = sum(e.step == over for e in events)
         self._due = over + max(1, min(_MOST_TOGETHER, CAPACITY // 4 // max(1, a_step)))
 
-    def record(self, window: Window) -> None:
-        """Write the steps of a new window; or end the current window with it."""
-        step = self.spans.step
-        is_open = step in self.window or step - 1 in self.window  # the last step is written two steps later
-        self.window = Window(self.window.first, window.last) if is_open else window
-        self._due = 0
-
     def close(self) -> None:
         """Write the rest of the window, and the last steps."""
         recent = self.spans.step - LAST_STEPS + 1

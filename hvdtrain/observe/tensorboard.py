@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.observe import tensorboard_page as page
-from hvdtrain.observe.past_journal import ENDINGS, PastSteps
+from hvdtrain.observe.past_journal import PastSteps
 from hvdtrain.observe.scalars import BANDS, OF_EVENTS, Interval, machine_scalars, numbers, rank_scalars, stacked
 from hvdtrain.observe.tensorboard_page import EventFile
 from hvdtrain.runtime.clock import steady_s
-
-_HISTOGRAMS = "histograms"
 
 EVERY_S = 0.25
 """Seconds between points. TensorBoard computes checksums in Python: 0.1 ms a point, under the interpreter lock."""
@@ -82,10 +80,6 @@ class TensorBoard:
             values = numbers({**metrics, "loss/heldout": record["loss"]})
             self._opened()["."].add([page.scalars(values)], step, time_s)
             self._add_loss("heldout", values.get("loss/heldout"), step, time_s)
-        elif event == "histograms":
-            found = [page.histogram_values(kind, record[kind]) for kind in ("parameters", "gradients")]
-            self._opened()
-            self._histogram_file().add(found, record.get("at_step", self._step), _time(record))
         elif event == "ranks":
             self._add(page.scalars(rank_scalars(record)), record)
         elif event in OF_EVENTS:
@@ -103,9 +97,6 @@ class TensorBoard:
             self._point()  # so that a resumed run finds the points up to here
         elif event in _SHOWN_AS_TEXT:
             self._add_text(record)
-        if event in ENDINGS and (self._files or event != "failed"):
-            end = page.hyperparameters_end(failed=event == "failed")
-            self._opened()["."].add([end], self._step, _time(record))
 
     def close(self) -> None:
         """Write the last point, and close the files."""
@@ -143,7 +134,6 @@ class TensorBoard:
 
     def _open(self, step: int, position: int, seconds: float) -> None:
         """Begin files after `step`. They make readers drop later points of earlier files: at step 0 all points."""
-        config = self._started.get("config") or {}
         self._step, self._seconds = step, seconds
         self._interval = Interval(self._started.get("unit", "tokens"), position)
         again = step > 0
@@ -157,9 +147,7 @@ class TensorBoard:
                 files[run] = on_error.enter_context(closing(EventFile(self._directory / run, start + again)))
             on_error.pop_all()
         self._files = files
-        if (self._directory / _HISTOGRAMS).exists():
-            self._histogram_file()
-        first = [page.text("config", page.config_table(self._started)), *page.hyperparameters(config)]
+        first = [page.text("config", page.config_table(self._started))]
         self._files["."].add(first, step + again, _time(self._started))
         early, self._early = self._early, []
         for record in early:
@@ -209,13 +197,6 @@ class TensorBoard:
 
     def _add(self, summary: Any, record: Mapping[str, Any]) -> None:
         self._opened()["."].add([summary], record.get("at_step", self._step), _time(record))
-
-    def _histogram_file(self) -> EventFile:
-        """Return the file of histograms. Those up to the checkpoint stay, because the journal has no histograms."""
-        if _HISTOGRAMS not in self._files:
-            first = 0 if self._resumed is None else self._resumed["step"] + 1
-            self._files[_HISTOGRAMS] = EventFile(self._directory / _HISTOGRAMS, first)
-        return self._files[_HISTOGRAMS]
 
     def _add_text(self, record: Mapping[str, Any]) -> None:
         if not self._files:  # later records say whether the run is resumed

@@ -1,4 +1,4 @@
-"""What TensorBoard's files hold: events, the prepared page of charts, texts, hyperparameters and histograms."""
+"""What TensorBoard's files hold: events, the prepared page of charts, and texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hvdtrain.yaml_file import flatten
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary
-
 
 _PREFIX = "events.out.tfevents."
 
@@ -76,9 +75,6 @@ STACK_FROM, STACK_TO = "step_stacked_ms/from", "step_stacked_ms/to"
 STACK_TITLE = "where a step's time goes (ms, stacked)"
 
 STRAGGLER_TITLE = "delay of the slowest rank after the next slowest (ms per step)"
-
-METRICS = ("loss/train", "loss/heldout")
-"""Tags with values that the hyperparameters page shows."""
 
 LOSS_BY_STEP, LOSS_BY_SAMPLES, LOSS_BY_SECONDS = "loss_by_step/loss", "loss_by_samples/loss", "loss_by_seconds/loss"
 """Tags of both the training loss and the held-out loss, which is in other runs and so has another colour."""
@@ -178,43 +174,6 @@ def findings(explained: Mapping[str, Any]) -> str:
         cost = "" if found["cost_ms"] is None else f"{found['cost_ms']:.3g}"
         lines.append(f"| {cost} | {_cell(found['text'])} | {_cell(found['advice'])} |")
     return "\n".join(lines)
-
-
-def hyperparameters(config: Mapping[str, Any]) -> list[Summary]:
-    """Return the run as a row of the HParams page, without options that say where the run is and how it resumed."""
-    from torch.utils.tensorboard import summary
-
-    found = {name: v for name, v in flatten(config).items() if isinstance(v, (bool, int, float, str))}
-    for name in ("run_dir", "resume", "log_level"):
-        found.pop(name, None)
-    experiment, start, _ = summary.hparams(found, dict.fromkeys(METRICS, 0.0))  # type: ignore[no-untyped-call]
-    return [experiment, start]
-
-
-def hyperparameters_end(*, failed: bool) -> Summary:
-    """Return the mark of the end of a run for the HParams page."""
-    from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
-    from torch.utils.tensorboard import summary
-
-    _, _, end = summary.hparams({}, {})  # type: ignore[no-untyped-call]
-    if failed:
-        plugin = end.value[0].metadata.plugin_data
-        content = plugin_data_pb2.HParamsPluginData.FromString(plugin.content)
-        content.session_end_info.status = api_pb2.STATUS_FAILURE
-        plugin.content = content.SerializeToString()
-    return end
-
-
-def histogram_values(kind: str, found: Mapping[str, Any]) -> Summary:
-    """Return histograms, as `hvdtrain.observe.histograms.histogram` makes them, under ``kind/NAME``."""
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-    sums = ("min", "max", "num", "sum", "sum_squares")
-    summary = Summary()
-    for name, h in found.items():
-        histogram = HistogramProto(**{sum_: h[sum_] for sum_ in sums}, bucket_limit=h["limits"], bucket=h["counts"])
-        summary.value.add(tag=f"{kind}/{name}", histo=histogram)
-    return summary
 
 
 def scalars(values: Mapping[str, float]) -> Summary:

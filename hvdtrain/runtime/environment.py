@@ -147,11 +147,6 @@ def by_gloo(environ: Mapping[str, str]) -> bool:
     return elastic(environ) or (asked == "gloo" if asked else "HOROVOD_RANK" in environ)
 
 
-def by_srun(environ: Mapping[str, str]) -> bool:
-    """Check whether this process is in a step of srun, whatever started it there."""
-    return "SLURM_STEP_NUM_TASKS" in environ
-
-
 def rank_info(environ: Mapping[str, str], host: str | None = None) -> RankInfo:
     """Read this process's rank from the launcher's variables. ``host``: name of this host (default: the system's).
 

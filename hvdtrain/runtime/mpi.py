@@ -197,7 +197,7 @@ def _check_srun(info: RankInfo, mpi: MpiLibrary | None) -> None:
         f"{rank_label(info)}: srun started this process without PMI, which MPI needs to find the other ranks",
         expected=f"srun {how}, for {mpi}" if mpi else "a start over Gloo, as Horovod has no MPI",
         found=f"none of {', '.join(_PMI)} in the environment",
-        next_step="hvdtrain launch --to srun, which uses Gloo where Slurm has no PMI for this MPI (srun --mpi=list)",
+        next_step="hvdtrain launch, which uses Gloo where Slurm has no PMI for this MPI (srun --mpi=list)",
     )
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import wraps
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import TaskError
 from hvdtrain.loading import load
-from hvdtrain.runtime.environment import environ, rank_info
 
 if TYPE_CHECKING:
     import torch
@@ -125,26 +122,6 @@ def load_task_function(spec: str) -> TaskFunction:
             everywhere=True,
         )
     return load(target, TaskError, "a function that returns a hvdtrain.Task")  # type: ignore[no-any-return]
-
-
-def slowed(spec: str, rank: int, sleep_s: float) -> TaskFunction:
-    """Return the function that `spec` names, but its task sleeps on `rank` before each loss in training."""
-    function = load_task_function(spec)
-
-    @wraps(function)
-    def build(*given: Any, **named: Any) -> Task:
-        task = function(*given, **named)
-        if rank_info(environ()).rank != rank:
-            return task
-
-        def loss(model: Any, batch: Any) -> Any:
-            if model.training:
-                time.sleep(sleep_s)
-            return task.loss(model, batch)
-
-        return replace(task, loss=loss)
-
-    return build
 
 
 def import_library(name: str, user: str, extra: str) -> Any:

@@ -6,7 +6,6 @@ ranks and of Horovod.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,7 +126,6 @@ class StepTable:
             virtual machine used the host's core), "gpu_clock_mhz", "gpu_temperature_c", "gpu_throttle" (text),
             "expert_share" (share of tokens of the busiest expert; 1 / experts if balanced).
         clock_error_us: bound of the error of a rank's times, compared with rank 0's [ranks].
-        devices: UUIDs of the ranks' GPUs; empty for CPUs, and where they are unknown.
         elements: of each rank's batches, in the largest tensor of each; 0 if unknown [ranks, steps].
         stages: of each pipeline: equally many ranks with the same layers follow each other.
     """
@@ -142,27 +140,8 @@ class StepTable:
     parts_us: Mapping[str, Floats]
     facts: Sequence[Mapping[str, Sequence[Any]]]
     clock_error_us: Floats
-    devices: Sequence[str] = ()
     elements: Floats = field(default_factory=lambda: np.zeros((0, 0)))
     stages: int = 1
-
-
-@dataclass(frozen=True)
-class StampedStart:
-    """The stamps of a start, with its events ``shares``, and its config.
-
-    `epoch_s` is the time since 1970 at time 0 of the stamps; NaN if unknown.
-    """
-
-    steps: StepTable
-    shares: Sequence[Mapping[str, Any]] = ()
-    config: Mapping[str, Any] = field(default_factory=dict)
-    epoch_s: float = math.nan
-
-    def time_s(self, column: int) -> float | None:
-        """Return when a step ended on rank 0, since 1970; None if unknown."""
-        found = self.epoch_s + float(self.steps.end_us[0, column]) / 1e6
-        return round(found, 3) if math.isfinite(found) else None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from hvdtrain.errors import TraceError, listed
+from hvdtrain.errors import listed
 from hvdtrain.files import open_regular
 from hvdtrain.timeline.nccl import NcclLines
+from hvdtrain.timeline.read import unreadable
 from hvdtrain.timeline.wording import counted
 
 STALLED = "Horovod stalled "
@@ -32,7 +33,6 @@ _SHOWN = 6
 
 _WAITING = re.compile(r"tensors were submitted to be .* for more than (\d+) seconds")
 _MISSING = re.compile(r"(?:^|\s)(\d+)(!?): \[(.*?)\]?\s*$")
-_OLDER = re.compile(r"^\s*(?:\d+: )?(\S.*?) \[missing ranks:\s*([\d, ]+)\]")
 _ENDS = re.compile(r"is stalled for longer than \d+ seconds\. Will shutdown")
 _PATIENCE = 100
 """Largest number of other lines within one warning."""
@@ -86,11 +86,7 @@ def _lines(path: Path) -> Iterator[str]:
                 text = _TAG.sub("", raw.decode("utf-8", "replace"))
                 yield from (line for line in text.splitlines() if line.strip())
     except OSError as error:
-        raise TraceError(
-            f"the output {path} cannot be read",
-            found=error.strerror or str(error),
-            next_step="check the path and its permissions",
-        ) from None
+        raise unreadable(f"output {path}", error) from None
 
 
 @dataclass
@@ -119,10 +115,7 @@ class _Stalls:
             self._warnings += 1
         elif self.left:
             self.left -= 1
-            if found := _OLDER.search(line):
-                for rank in re.findall(r"\d+", found[2]):
-                    self._add(int(rank), [found[1]])
-            elif found := _MISSING.search(line):
+            if found := _MISSING.search(line):
                 self._add(int(found[1]), [name for name in re.split(r", | \.\.\.", found[3]) if name])
             self._ends |= bool(_ENDS.search(line))
 

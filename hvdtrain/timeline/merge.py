@@ -1,12 +1,12 @@
 """Merge traces of all ranks and sources on one clock, for ui.perfetto.dev and chrome://tracing.
 
-Each rank is a process with our spans, its exchanges, and torch.profiler's threads and streams. Each Horovod Timeline is
-a process below rank 0, which wrote it. Only the last start of a run is included.
+Each rank is a process with our spans and its exchanges. Each Horovod Timeline is a process below rank 0, which wrote
+it. Only the last start of a run is included. Files of torch.profiler are too large to merge, and have ranges with the
+names of our spans.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,9 +19,8 @@ from hvdtrain.timeline import trace_events
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.steps import on_one_clock, read_span_files, read_starts
-from hvdtrain.timeline.trace_events import Event, Profile, profile_events, read_times, write_trace
+from hvdtrain.timeline.trace_events import Event, write_trace
 
-_PROFILE = re.compile(r"torch-steps-.*-rank-(\d+)(?:-\d+)?\.json(?:\.gz)?")
 _HOROVOD_PIDS = 1 << 20
 _EARLIER_US = 60e6
 """A trace that ended longer before the first span belongs to an earlier start."""
@@ -29,16 +28,11 @@ _EARLIER_US = 60e6
 
 @dataclass(frozen=True)
 class Merged:
-    """What is merged, and the merged trace: its path, size and number of events.
-
-    Attributes:
-        profiles: files of torch.profiler, each with its rank and times.
-    """
+    """What is merged, and the merged trace: its path, size and number of events."""
 
     steps: StepTable | None = None
     spans: Sequence[RankSpans] = ()
     timelines: list[HorovodTrace] = field(default_factory=list)  # of Horovod
-    profiles: list[tuple[Path, int, Profile]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # sentences about missing or dropped data
     path: Path = Path()
     nbytes: int = 0
@@ -46,8 +40,8 @@ class Merged:
 
     @property
     def ranks(self) -> list[int]:
-        """Those with spans or a profile."""
-        return sorted({spans.rank for spans in self.spans} | {rank for _, rank, _ in self.profiles})
+        """Those with spans."""
+        return sorted(spans.rank for spans in self.spans)
 
     @property
     def clock_error_us(self) -> float:
@@ -62,13 +56,6 @@ class Merged:
     def shift_of(self, trace: HorovodTrace) -> float:
         """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""
         return (trace.epoch_us or 0.0) - self.epoch_of(0)
-
-    def is_earlier(self, path: Path, end_us: float) -> bool:
-        """Return whether a trace that ends then belongs to an earlier start, and note that."""
-        begin_us = min((float(spans.start_us.min()) for spans in self.spans if len(spans.start_us)), default=-np.inf)
-        if end_us < begin_us - _EARLIER_US:
-            self.notes.append(f"{path.name} is ignored: it belongs to an earlier start")
-        return end_us < begin_us - _EARLIER_US
 
 
 def merge(sources: Sequence[Path], out: Path) -> Merged:
@@ -112,36 +99,24 @@ def _find(sources: Sequence[Path]) -> Merged:
     starts = read_starts(folder)
     stamped = [start.steps for start in starts if len(start.steps.step)]
     found = Merged(stamped[-1] if stamped else None, on_one_clock(read_span_files(folder), starts))
+    begin_us = min((float(spans.start_us.min()) for spans in found.spans if len(spans.start_us)), default=-np.inf)
     for trace in read_readable(sorted(folder.glob("horovod-*.json*")), found.notes):
         found.notes.extend(trace.named_damage)
         end_us = found.shift_of(trace) + float(trace.start_us.max(initial=0.0))
-        if not (trace.epoch_us is not None and found.is_earlier(trace.path, end_us)) and len(trace.start_us):
+        if trace.epoch_us is not None and end_us < begin_us - _EARLIER_US:
+            found.notes.append(f"{trace.path.name} is ignored: it belongs to an earlier start")
+        elif len(trace.start_us):
             found.timelines.append(trace)
-    _add_profiles(folder, found)
-    if not (found.spans or found.timelines or found.profiles):
+    if any(folder.glob(TimelineLayout.TORCH)):
+        found.notes.append(f"{TimelineLayout.TORCH} are not merged: open them in ui.perfetto.dev, one by one")
+    if not (found.spans or found.timelines):
         raise TraceError(
             f"there is no trace in {folder}",
-            expected="spans-rank-N.json, horovod-steps-*.json or torch-steps-*.json",
+            expected="spans-rank-N.json or horovod-steps-*.json",
             found="none of them",
             next_step="train with --observe.timeline all, or name the run's folder",
         )
     return found
-
-
-def _add_profiles(folder: Path, found: Merged) -> None:
-    for path in sorted(folder.glob(f"{TimelineLayout.TORCH}*")):
-        if not (named := _PROFILE.fullmatch(path.name)):
-            continue
-        rank = int(named[1])
-        try:
-            times = read_times(path, found.notes)
-        except OSError as error:
-            found.notes.append(f"{path.name} is ignored: it cannot be read: {error.strerror}")
-            continue
-        if times.first_us > times.last_us:
-            found.notes.append(f"{path.name} has no events")
-        elif not found.is_earlier(path, times.base_us + times.last_us - found.epoch_of(rank)):
-            found.profiles.append((path, rank, times))
 
 
 def _zero(found: Merged) -> float:
@@ -150,7 +125,6 @@ def _zero(found: Merged) -> float:
     for trace in found.timelines:
         shift_us = found.shift_of(trace)
         firsts += [shift_us + float(times.min()) for times in (trace.start_us, trace.tick_us) if len(times)]
-    firsts += [times.base_us + times.first_us - found.epoch_of(rank) for _, rank, times in found.profiles]
     return min(firsts, default=0.0)
 
 
@@ -167,8 +141,6 @@ def _events(found: Merged, zero_us: float) -> Iterator[Event]:
         title = f"Horovod (rank 0), {trace.path.name}"
         shift_us = found.shift_of(trace) - zero_us
         yield from trace_events.horovod_events(trace, _HOROVOD_PIDS + number, title, number + 1, shift_us)
-    for path, rank, times in found.profiles:
-        yield from profile_events(path, rank, times.base_us - found.epoch_of(rank) - zero_us)
 
 
 def _clock_notes(found: Merged) -> Iterator[str]:
@@ -176,9 +148,9 @@ def _clock_notes(found: Merged) -> Iterator[str]:
     if unknown := [spans.rank for spans in found.spans if not np.isfinite(spans.clock_error_us)]:
         clocks = f"the clocks of ranks {', '.join(map(str, unknown))}"
         yield f"{clocks} were never compared with rank 0's: aligned by wall clocks"
-    if found.spans and (found.timelines or found.profiles):
+    if found.spans and found.timelines:
         yield (
-            "Horovod and torch.profiler are aligned by wall clocks: about 0.1 ms off the spans, "
+            "Horovod's Timeline is aligned by wall clocks: about 0.1 ms off the spans, "
             "more if a clock was set during the job"
         )
     if any(trace.epoch_us is None for trace in found.timelines) and (len(found.timelines) > 1 or found.spans):

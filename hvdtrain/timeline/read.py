@@ -72,14 +72,16 @@ def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:
             if not builder.is_horovod and builder.size_bytes > most:
                 break
     except OSError as error:
-        raise TraceError(
-            f"the trace {path} cannot be read",
-            found=error.strerror or str(error),
-            next_step="check the path and its permissions",
-        ) from None
+        raise unreadable(f"trace {path}", error) from None
     if not builder.is_horovod:
         _check_empty(path, beginning.lstrip(b" \t\r\n\xef\xbb\xbf"), builder)
     return builder.finish(path)
+
+
+def unreadable(what: str, error: OSError) -> TraceError:
+    """Return the error of a file that cannot be read."""
+    why = error.strerror or str(error)
+    return TraceError(f"the {what} cannot be read", found=why, next_step="check the path and its permissions")
 
 
 def _check_empty(path: Path, beginning: bytes, builder: TraceBuilder) -> None:

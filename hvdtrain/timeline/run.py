@@ -14,18 +14,18 @@ import numpy as np
 from hvdtrain.errors import ConfigError, DataError, TraceError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.observe.journal import FORMAT
-from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.phases import extent
 from hvdtrain.timeline.analysis.rounds import ENOUGH
-from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StampedStart, StepTable
+from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
 from hvdtrain.timeline.reading.trace_builder import SPAN, TICK
 from hvdtrain.timeline.run_files import RunFiles
-from hvdtrain.timeline.steps import Start, on_one_clock, read_span_files, read_starts, wall_clock_us
+from hvdtrain.timeline.steps import Start, on_one_clock, read_span_files, wall_clock_us
 from hvdtrain.timeline.whatif.evidence import Evidence
 from hvdtrain.timeline.whatif.read_run import read_evidence
 
@@ -167,25 +167,6 @@ def _load_run(files: RunFiles, more_logs: Sequence[Path], most_bytes: float) -> 
         stamped=[(number.get(id(_journal_of(each, past)), -1), each.steps) for each in stamped],
         evidence=lambda: _evidence(folder, this, start, records) if past and this is past[-1] else None,
     )
-
-
-def read_stamped(folder: Path) -> Iterator[StampedStart]:
-    """Yield all starts of a run that have stamps."""
-    past = read_journal_starts(RunLayout(folder).journal)
-    for start in read_starts(folder):
-        if len(steps := start.steps.step):
-            this = _journal_of(start, past)
-            shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
-            yield StampedStart(start.steps, shares, this.started.get("config") or {}, _epoch_s(start.steps, this))
-
-
-def _epoch_s(steps: StepTable, this: JournalStart) -> float:
-    """Return the time since 1970 at time 0 of the stamps, by the end of a step that both know; NaN without one."""
-    ends = dict(zip(this.steps, this.first_times, strict=False))
-    for column, step in enumerate(steps.step.tolist()):
-        if ends.get(step):
-            return ends[step] - float(steps.end_us[0, column]) / 1e6
-    return math.nan
 
 
 def _evidence(

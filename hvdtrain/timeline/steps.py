@@ -136,7 +136,6 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
     errors = np.concatenate([np.zeros((1, head.size)), *(as_array([block.clock.error_us]) for block in blocks)])
     steps = StepTable(
         hosts=head.hosts,
-        devices=devices,
         step=step[known].astype(np.int32),
         block=block_number[known].astype(np.int32),
         start_us=start[:, known],

@@ -141,7 +141,7 @@ def _train_round(
 
 def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]) -> Result | None:
     run, worker, comm, recorder, spans = current.run, current.worker, current.comm, current.recorder, current.spans
-    horovod = add_job_observers(current, timeline, sinks)
+    add_job_observers(current, timeline, sinks)
     with refuse_exit():
         with ExitStack() as stack:
             if current.claim is not None:
@@ -165,8 +165,8 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
                 current.copier.begin(next((saved.path for saved in reversed(current.store.list())), None))
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.
             start, stamps = add_stamps(current)
-            live = add_traces(current, horovod, start)
-            trainer = build_trainer(current, current.engine, live, energy)
+            add_traces(current, start)
+            trainer = build_trainer(current, current.engine, energy)
             stack.callback(trainer.feed.ledger.close)
             for part in trainer.stepper.parts:
                 stack.callback(part.close)

@@ -245,7 +245,7 @@ class _Runner:
     def _run(self, name: str, size: int, what: str, *options: str) -> Outcome:
         run = self.folder / name
         options = ("--config", str(self.config), "--run_dir", str(run), *self.options, *options)
-        program = ["hvdtrain"] if size == 1 else ["hvdtrain.cli.start", "-np", str(size), "--"]
+        program = ["hvdtrain", *([] if size == 1 else ["launch", "-np", str(size), "--"])]
         log = self.folder / f"{name}.log"
         began = time.monotonic()
         with log.open("ab") as out:

@@ -20,11 +20,9 @@ from hvdtrain.cli.launch_options import parse
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.errors import USAGE, HvdtrainError
 from hvdtrain.install.versions import REMOTE_SHELL, has_remote_shell
-from hvdtrain.launch.detect import Machine
 from hvdtrain.programs import Finished
 from hvdtrain.task.base import load_task_function
 from tests.support.gallery import Gallery
-from tests.support.jobs import OPEN_MPI_4
 
 SPY = f"""\
 #!{sys.executable}
@@ -96,16 +94,15 @@ def test_the_script_that_is_shown_is_the_one_that_is_handed_in(launch: Launch, s
     [
         (("--train.step", "3"), "did you mean --train.steps?"),
         (("--config", "not there.yaml"), "'not there.yaml'"),
-        (("--seed", "x{array}"), "x2"),
-        (("--seed", "{array}"), ""),
+        (("--seed", "x2"), "x2"),
+        (("--seed", "2"), ""),
     ],
 )
 def test_invalid_training_options_are_not_submitted(
     words: tuple[str, ...], said: str, launch: Launch, submitted: list[Any]
 ) -> None:
-    """It would be found out after hours in a queue. An index of an array is a value."""
-    array = ("--array", "2-3") if "{array}" in words[1] else ()
-    _, err = launch("--to", "pbs", "-np", "1", *array, "--", *words, code=2 if said else 0)
+    """It would be found out after hours in a queue."""
+    _, err = launch("--to", "pbs", "-np", "1", "--", *words, code=2 if said else 0)
     assert said in err and len(submitted) == (not said)
 
 
@@ -191,13 +188,6 @@ def test_a_pod_has_variables_of_its_own(launch: Launch) -> None:
     assert [words[at + 1] for at, word in enumerate(words) if word == "-x"] == ["NOT_HERE"]
 
 
-def test_lsf_with_jsrun(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine((OPEN_MPI_4,), "openmpi", programs={"jsrun": "jsrun"})
-    monkeypatch.setattr(command, "detect_machine", lambda variables: machine)
-    shown, _ = launch("--to", "lsf", "-np", "4", "--nodes", "2", "--dry-run", "--")
-    assert "#BSUB -nnodes 2" in shown and "jsrun --nrs 4 --rs_per_host 2 " in shown
-
-
 @pytest.mark.slow
 def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     """Without --to, by the MPI that Horovod uses; the command to resume is launch again."""
@@ -251,7 +241,6 @@ def test_np_has_the_short_form_of_mpiexec_and_srun() -> None:
             for wrong in (
                 *(["--time", time] for time in ("90", "1:99:00", "0m")),
                 *(["--name", name] for name in ("Not This", "3d")),
-                ["--array", "3-"],
                 ["--env", "A=secret"],
                 ["--directive", "a\nb"],
                 ["--queue", "a b"],

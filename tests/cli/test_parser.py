@@ -24,6 +24,9 @@ PROFILE = "write the profile yourself: docs/launching.md has an example"
         ("doctor --hosts a,b --probe", "there is no option --probe", PREFLIGHT),
         ("doctor --write-site=a.yaml", "no option --write-site", PROFILE),
         ("doctor --nccl_log x", "no option --nccl_log", NCCL_LOG),
+        ("compare a b --html=x", "no option --html", "tensorboard --logdir runs shows the curves of several runs"),
+        ("fit --run x", "no option --run", "hvdtrain plan --config RUN/config.yaml predicts the time of a step"),
+        ("timeline whatif r --check", "option --check", "train with the change, then: hvdtrain compare RUN OTHER"),
         ("bundle", "required: FOLDER", "hvdtrain bundle --help"),
         ("bundle a b", "unexpected argument 'b'", "hvdtrain bundle --help"),
         ("launch --time 90", "is not a time; expected 2h", "hvdtrain launch --help"),
@@ -31,7 +34,6 @@ PROFILE = "write the profile yourself: docs/launching.md has an example"
         ("timeline merge x -o y --y", "there is no option --y", "hvdtrain timeline merge --help"),
         ("verify data", "required: RUN", "hvdtrain verify data --help"),
         ("export runs/x s3://bucket/x", "is no local path", "hvdtrain export --help"),
-        ("completion tcsh", "invalid choice: 'tcsh'", "hvdtrain completion --help"),
     ],
 )
 def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +56,11 @@ def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.
         ),
         ("tune --over x", "'tune'", "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it"),
         ("cache", "'cache'", "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses"),
+        (
+            "timeline stop runs/NAME",
+            "'stop' of timeline",
+            "a recording ends with the last step of --observe.timeline FIRST:LAST",
+        ),
         ("train.steps=5", "'train.steps=5'", "options begin with --, as in hvdtrain --train.steps 100"),
         ("timeline raport x", "'raport' of timeline", "did you mean report?"),
         ("verify runs/NAME", "'runs/NAME' of verify", ""),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from tests.support.analyses import HOSTILE
 from tests.support.journals import FakeRun
 
 
@@ -63,17 +62,3 @@ def test_json_has_all(runs: list[str], capsys: pytest.CaptureFixture[str]) -> No
     single = next(row for row in found["rows"] if row["figure"] == "heldout_loss")
     assert single["differences"][1]["low"] is None  # no interval
     assert found["columns"] == [[run] for run in runs]
-
-
-def test_the_page_shows_all_and_runs_nothing_of_a_name(
-    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hostile = FakeRun(tmp_path / "h", data={"text": HOSTILE}).start([1.0] * 200)
-    missing = str(tmp_path / "missing" / "page.html")
-    assert main(["compare", *runs, "--html", missing]) == 1 and missing in capsys.readouterr().err
-    page = tmp_path / "page.html"
-    assert main(["compare", *runs, str(hostile.folder), "--html", str(page)]) == 0
-    text = page.read_text()
-    assert "<script>document.title" not in text and "<img" not in text
-    assert text.count("<polyline") == 2 * 4 and "nan" not in text
-    assert "training loss" in text and "money" in text

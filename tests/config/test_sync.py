@@ -73,6 +73,7 @@ def test_the_settings_of_a_method(options: list[str], expected: OuterPlan) -> No
             for text in ("1,2,3", "1,0", "1,x", "2")
         ),
         (["parallel.sync=diloco:8", "outer.shares=17,1"], "leaves a worker without any of the 8 micro-batches"),
+        (["parallel.sync=every_step"], "no effect with --parallel.sync every_step"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options: list[str], reason: str) -> None:

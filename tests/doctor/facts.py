@@ -24,7 +24,7 @@ MPICH = MpiLibrary("libmpi.so.12", "mpich", Path("/m/lib/libmpi.so.12"))
 TORCH = {"version": "2.13.0+cpu", "cuda": None, "threads": 1, "gpus": []}
 HOROVOD = {"version": "0.28.1", "mpi": True, "gloo": True, "nccl": False, "cuda": False}
 ON_GPU = TORCH | {"version": "2.13.0", "cuda": "13.0", "gpus": ["H200", "H200"], "nccl": "2.29", "capability": [9, 0]}
-DISK = {"folder": "/work", "type": "ext4", "free_bytes": 1 << 40, "mib_per_s": 500.0, "sync_ms": 1.0}
+DISK = {"folder": "/work", "type": "ext4", "free_bytes": 1 << 40}
 LO, ETH0 = Interface("lo", "127.0.0.1", loopback=True), Interface("eth0", "10.0.0.1")
 DOCKER0 = Interface("docker0", "172.17.0.1", virtual=True)
 IB = (RdmaPort("mlx5_0", 1, True, "InfiniBand"),)

@@ -199,7 +199,7 @@ MACHINE = [
     warns("locality", f"near GPU {DGX_GPUS[4]}", "=56-111,168-223", info=replace(GLOO, local_rank=1), **FAR_GPUS),
     warns("oversubscription", "has 64", "at most 2 ranks", info=replace(HOSTS, local_size=8), machine=QUOTA),
     warns("oversubscription", "4096 thread", "unset OMP_NUM_THREADS", environ={"OMP_NUM_THREADS": "4096"}),
-    well("quota", "2 of 64", machine=QUOTA),
+    well("host", "2 of 64", machine=QUOTA),
     well("memory", "4.0 of 8.0 GiB", machine={"memory_limit_bytes": 4 * GIB}),
     warns("memory", "0.5 of 8.0 GiB", "--mem", machine={"memory_limit_bytes": GIB // 2}),
     well("shm", "1.0 GiB free", machine={"shm_free_bytes": GIB}),
@@ -235,9 +235,6 @@ NETWORK = [
     warns("run_dir", "in memory", "disk", storage=disk(type="tmpfs")),
     broken("run_dir", "read-only", "another folder", storage=disk(problem="read-only")),
     broken("run_dir", "15 s", "another file system", storage={"error": "no answer in 15 s"}),
-    well("run_dir_speed", "500 MiB/s"),
-    warns("run_dir_speed", "10 MiB/s", "faster", storage=disk(mib_per_s=10.0)),
-    warns("run_dir_speed", "900.0 ms", "faster", storage=disk(sync_ms=900.0)),
     well("run_dir_shared", "nfs4", storage=disk(type="nfs4"), info=HOSTS),
     warns("run_dir_shared", "ext4", "that all hosts mount", info=HOSTS),
 ]
@@ -301,7 +298,6 @@ SILENT = {
     "binding": [when(info=ALONE)],
     "locality": [when(machine={"domains": (frozenset({0, 1}),)}, gpu={"near": {DGX_GPUS[0]: frozenset()}})],
     "oversubscription": [when(environ={"OMP_NUM_THREADS": "1"})],
-    "quota": [when(), when(machine={"host": HostFacts(2, 2, quota=True)})],
     "memory": [when(machine={"memory_limit_bytes": 9 * GIB})],
     "memlock": [when(machine=limits(locked_bytes=1))],
     "pinned_memory": [when()],
@@ -317,8 +313,6 @@ SILENT = {
     "rdma": [when()],
     "ucx": [when(network={"rdma": IB}, mpi={"ucx": True}), when(network={"rdma": IB}), when(mpi={"ucx": False})],
     "run_dir_shared": [when()],
-    "run_dir_speed": [when(storage={"values": {}, "error": "x"})],
-    "timeline": [when(info=ALONE), when(info=TORCHRUN)],
 }
 
 
@@ -326,15 +320,6 @@ SILENT = {
 def test_what_does_not_apply_is_not_reported(name: str) -> None:
     for changes in SILENT[name]:
         assert name not in {one.name for one in examine(changed(**changes))}, changes
-
-
-def test_the_choice_of_observe_timeline_auto_is_reported() -> None:
-    spinning = changed(installation=record(quiet=False))
-    busy = finding("timeline", spinning)
-    on_gpu = finding("timeline", changed(machine={"host": HostFacts(2, 2, gpus=1)}))
-    assert "use them all" in busy.found and "build-horovod" in busy.why
-    assert "GPU" in on_gpu.found and "build-horovod" not in on_gpu.why
-    assert "steps 10 to 20" in finding("timeline", WELL).found
 
 
 @pytest.mark.parametrize(("change", "said"), [("quiet", "sleeps"), ("prompt", "wake"), ("fixed", "fixed")])

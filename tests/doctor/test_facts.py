@@ -143,10 +143,10 @@ def test_the_file_system_of_a_folder_is_the_deepest_and_latest_mount(folder: str
     assert file_system_type(Path(folder), MOUNTS) == kind
 
 
-def test_a_folder_is_measured_and_nothing_stays_there(tmp_path: Path) -> None:
+def test_a_folder_is_checked_and_nothing_stays_there(tmp_path: Path) -> None:
     found = probe(tmp_path / "not/yet/there", MOUNTS)
     assert found["folder"] == str(tmp_path) and found["type"] == "ext4"
-    assert found["free_bytes"] > 0 and found["mib_per_s"] > 0 and found["sync_ms"] > 0
+    assert found["free_bytes"] > 0 and "problem" not in found
     assert not any(tmp_path.iterdir())
 
 

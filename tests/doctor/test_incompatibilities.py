@@ -41,7 +41,7 @@ PROVOKED: dict[str, tuple[Provoke, list[tuple[str, str, str, str]]]] = {
     ),
     "srun without any PMI": (
         lambda folder: look(environment=srun(0)),
-        [("launcher", "broken", "", "hvdtrain launch --to srun")],
+        [("launcher", "broken", "", "hvdtrain launch, which uses Gloo")],
     ),
     "folders that are not there": (
         lambda folder: look("--run_dir", "/proc/runs", environment=NOWHERE),

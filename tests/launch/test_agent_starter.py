@@ -1,12 +1,9 @@
-"""Agents on other hosts by the scheduler of an allocation, with fakes of the programs of PBS and LSF."""
+"""Agents on other hosts by the scheduler of an allocation, with fakes of the programs."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -30,7 +27,7 @@ from hvdtrain.launch.worker_plan import (
     starting_environment,
 )
 from tests.support.fake_launch import FakeJob
-from tests.support.launch import ROOT, TIMEOUT_S
+from tests.support.launch import TIMEOUT_S
 
 IN_PBS = {"PBS_JOBID": "7.server", "PBS_NODEFILE": "nodes"}
 IN_LSF = {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"}
@@ -39,7 +36,7 @@ PLAN = WorkerPlan(JobSpec((), 2, python="/venv/bin/python"), ("true",), Limits(2
 
 FAKE = """\
 #!/bin/sh
-# What the manuals say: {name} NODE COMMAND ARGUMENTS, without a shell; blaunch with -no-shell, pbs_tmrsh without stdin.
+# What the manuals say: {name} NODE COMMAND ARGUMENTS, without a shell; blaunch with -no-shell.
 {take}
 node=$1; shift
 [ "$node" = b.site ] && [ "$2" = -c ] && [ $# -ge 3 ] || {{ echo "{name}: wrong arguments: $*" >&2; exit 255; }}
@@ -54,71 +51,28 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     no_shell = '[ "$1" = -no-shell ] || { echo "a shell reads the command" >&2; exit 255; }; shift'
-    without_stdin = 'exec "$@" < /dev/null >> output 2>&1'
-    for name, take, run in (("blaunch", no_shell, 'exec "$@"'), ("pbs_tmrsh", "", without_stdin)):
-        (folder / name).write_text(FAKE.format(name=name, take=take, run=run))
-        (folder / name).chmod(0o755)
+    (folder / "blaunch").write_text(FAKE.format(name="blaunch", take=no_shell, run='exec "$@"'))
+    (folder / "blaunch").chmod(0o755)
     (tmp_path / "nodes").write_text("a.site\nb.site\nb.site\n")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return folder
 
 
-@pytest.mark.parametrize(("inside", "by"), [(IN_PBS, "pbs_tmrsh"), (IN_LSF, "blaunch")], ids=["pbs", "lsf"])
 def test_a_job_in_an_allocation_starts_agents_by_its_scheduler(
-    inside: dict[str, str], by: str, fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that dies is replaced, and an agent; in the end nothing is left."""
-    for name, value in inside.items():
+    """A rank that dies is replaced; in the end nothing is left."""
+    for name, value in IN_LSF.items():
         monkeypatch.setenv(name, value)
     options = ["-H", "localhost:1,b.site:1", "-np", "2", "--elastic", "1:2", "--interface", "lo"]
     with FakeJob(tmp_path, *options, "--", "1000000", "kill:1:5") as job:
         job.until("round 1: 2 rank(s) on 2 host(s)")
         job.until("round 3: 2 rank(s) on 2 host(s)")
-        agents = (p for p in job.processes("create_connection") if "called_agent" not in " ".join(p.cmdline()))
-        if by == "pbs_tmrsh":
-            next(agents).kill()
-            job.until("b.site is lost")
-            job.until("round 5: 2 rank(s) on 2 host(s)")
         job.signal(signal.SIGTERM)
         code, _ = job.end()
-    starts = 2 if by == "pbs_tmrsh" else 1
-    assert code == 128 + signal.SIGTERM and (tmp_path / "called").read_text() == "b.site\n" * starts
-    assert any(f"agents on other hosts by {by}" in line for line in job.said)
-    assert not list(tmp_path.glob(".hvdtrain-agent-*"))
-
-
-def test_only_who_reads_the_file_is_connected(fakes: Path, tmp_path: Path) -> None:
-    """The connection is made with the secret of a file that only this user can read, and the agent checks it too."""
-    show = "import sys;print(sys.stdin.readline().strip(), flush=True)"
-    command = Starter("pbs_tmrsh", NODES).command("b", sys.executable, show, "lo")
-    (fakes / "pbs_tmrsh").write_text(f"#!{sys.executable}\n" + STRANGER_FIRST)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, input="hello\n", env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.stdout == "hello\n", done.stderr
-    assert not list(tmp_path.glob(".hvdtrain-agent-*"))
-
-
-STRANGER_FIRST = """\
-import json, os, socket, sys
-at = json.load(open(sys.argv[-1]))
-assert os.stat(sys.argv[-1]).st_mode & 0o777 == 0o600
-with socket.create_connection(at["address"]) as stranger:
-    stranger.sendall(b"x" * len(at["first"]))
-    assert stranger.recv(1) == b""
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-
-
-def test_an_agent_refuses_a_driver_without_the_secret(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-        file = tmp_path / "file"
-        file.write_text(json.dumps({"address": impostor.getsockname(), "first": "abc", "second": "defg"}))
-        code = Starter("pbs_tmrsh").command("b", "", "print('connected')", "")[-1]
-        agent = subprocess.Popen([sys.executable, "-c", code, str(file)], stdout=subprocess.PIPE, text=True)
-        with impostor.accept()[0] as link:
-            link.sendall(b"nnnn")
-            assert (agent.communicate(timeout=TIMEOUT_S)[0], agent.returncode) == ("", 1)
+    assert code == 128 + signal.SIGTERM and (tmp_path / "called").read_text() == "b.site\n"
+    assert any("agents on other hosts by blaunch" in line for line in job.said)
 
 
 def test_a_step_has_all_of_its_node_and_no_options_of_other_steps() -> None:
@@ -144,6 +98,8 @@ def test_the_scheduler_is_found_where_its_program_is(fakes: Path) -> None:
     path = str(fakes)
     found = find_starter("auto", IN_LSF, path)
     assert (found.by, dict(found.nodes)) == ("blaunch", NODES) and list(found.names_of(["a", "c"])) == ["a.site"]
+    found = find_starter("auto", IN_PBS, path)
+    assert found.by_for("b") == "ssh" and list(found.names_of(["a"])) == ["a.site"]
     assert find_starter("auto", {"SLURM_JOB_ID": "7"}, path).by == "ssh", "no srun"
     (fakes / "srun").symlink_to("/bin/false")
     found = find_starter("auto", {"SLURM_JOB_ID": "7"}, path)

@@ -13,7 +13,7 @@ from hvdtrain.cli.launch_spec import idle_gpus, spec_of
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.choose import AUTO, OWN, Choice, choose, refuse_options, refuse_shape
 from hvdtrain.launch.detect import Machine, find_container_runtime
-from hvdtrain.launch.spec import Batch, JobSpec
+from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
 from tests.support import jobs
 from tests.support.containers import make_runtime
@@ -119,10 +119,11 @@ def test_without_horovod_here_the_image_has_to_fit_the_mpi_of_this_machine(to: s
 def test_a_requested_pmi_is_not_lost_without_horovod() -> None:
     pmi = replace(NO_HOROVOD, pmi="pmix_v4")
     assert choose("slurm", ["container"], pmi).mpi == jobs.MPICH
-    assert choose("slurm", ["container"], NO_HOROVOD).mpi is None
-    with pytest.raises(LaunchError, match="--pmi pmix_v4 connects the ranks of an MPI"):
-        choose("slurm", ["container"], replace(pmi, mpis=()))
-    assert choose("slurm", ["container"], replace(pmi, mpis=(), pmi="none")).mpi is None
+    for machine in (NO_HOROVOD, replace(pmi, mpis=(), pmi="none"), replace(pmi, mpis=())):
+        with pytest.raises(LaunchError, match="srun cannot connect the ranks"):
+            choose("slurm", ["container"], machine)
+    with pytest.raises(LaunchError, match="srun cannot connect the ranks"):
+        choose("slurm", [], replace(pmi, mpis=()))
 
 
 def test_the_mpi_of_a_horovod_outside_the_image_does_not_count() -> None:
@@ -136,7 +137,6 @@ def test_a_queued_job_without_mpi_is_refused() -> None:
     for target in ("pbs", "lsf"):
         with pytest.raises(LaunchError, match="needs an mpirun"):
             refuse_shape(JobSpec((), 2, container=jobs.SIF), target)
-    refuse_shape(JobSpec((), 2, container=jobs.SIF, batch=Batch(jsrun=True)), "lsf")
     refuse_shape(JobSpec((), 2, container=jobs.SIF), "srun")
 
 

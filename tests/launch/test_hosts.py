@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.cli.launch import main
 from hvdtrain.errors import LaunchError, UnreachableError
 from hvdtrain.launch import hosts
-from hvdtrain.launch.hosts import find_unknown_host, node_names, parse_discovered, parse_hosts, run_script
+from hvdtrain.launch.hosts import node_names, parse_discovered, parse_hosts, run_script
 from tests.support.launch import TIMEOUT_S
 
 BAD = ["-oProxyCommand=x", "a b", "a'b", 'a"b', "a\nb", "a;b", "a$(b)", "a\x00b", "", "-", "a/b", "a`b", "é", "[::1]"]
@@ -162,43 +159,3 @@ def test_an_allocation_that_names_no_number_of_ranks_is_refused() -> None:
         hosts.slurm_slots(TWO, 0, 0)
     with pytest.raises(LaunchError, match="heterogeneous"):
         hosts.slurm_slots({**TWO, "SLURM_NTASKS": "2", "SLURM_HET_SIZE": "2"}, 0, 0)
-
-
-needs_ssh = pytest.mark.skipif(
-    shutil.which("ssh") is None and "CI" not in os.environ, reason="there is no ssh: apt-get install openssh-client"
-)
-
-
-def test_the_first_that_has_no_address_is_named() -> None:
-    assert find_unknown_host([]) is None
-    assert find_unknown_host(["localhost", "me@127.0.0.1"]) is None
-    assert find_unknown_host(["localhost", "me@a.invalid", "b.invalid"]) == "me@a.invalid"
-
-
-@needs_ssh
-@pytest.mark.parametrize("option", ["HostName=127.0.0.1", "ProxyJump=gate.invalid", "ProxyCommand=nc %h %p"])
-def test_a_name_or_a_way_that_ssh_knows_is_enough(option: str) -> None:
-    assert find_unknown_host(["a.invalid"], ["-o", option]) is None
-    assert find_unknown_host(["a.invalid"], ["-o", "HostName=b.invalid"]) == "a.invalid"
-
-
-def test_without_an_answer_of_ssh_there_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_unknown_host(["a.invalid"], ["--no-such-option"]) == "a.invalid"
-    monkeypatch.setenv("PATH", "")
-    assert find_unknown_host(["me@127.0.0.1", "a.invalid"]) == "a.invalid"
-
-
-def test_it_is_reported_before_mpi_starts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    started: list[str] = []
-    monkeypatch.setattr("os.execvpe", lambda program, argv, variables: started.append(argv))
-    monkeypatch.setattr("hvdtrain.cli.launch._found", lambda command: command)
-    argv = ["--to", "openmpi", "-np", "2", "-H", "localhost:1,b.invalid:1", "--ssh-port", "2222"]
-    argv += ["--ssh-option=-4"]
-    main(argv)
-    said = capsys.readouterr().err
-    assert "unknown host b.invalid" in said
-    assert "doctor --hosts localhost,b.invalid --ssh-port 2222 --ssh-option=-4" in said
-    assert len(started) == 1
-    main([*argv, "--dry-run"])
-    main([*argv[:5], "localhost:2"])
-    assert "no address" not in capsys.readouterr().err and len(started) == 2

@@ -1,4 +1,4 @@
-"""What runs in the pods of a Kubernetes job, with real processes, and the changes of pods by a patch."""
+"""What runs in the pods of a Kubernetes job, with real processes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from hvdtrain.errors import BAD_HOSTS, CANNOT_START, USAGE, ConfigError, LaunchError
+from hvdtrain.errors import BAD_HOSTS, CANNOT_START, USAGE
 from hvdtrain.launch.drain import drain_hosts, find_ranks
 from hvdtrain.launch.restarts import Restarts
-from hvdtrain.launch.targets.mpijob import manifest_text, patch_pod, read_pod_patch
 from tests.support.launch import TIMEOUT_S
 
 RANK = """\
@@ -116,85 +113,3 @@ def test_sigterm_ends_the_restarts(code: int | None, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT_S) == (143 if code is None else code)
         assert process.stdout.read() == ""
-
-
-TEMPLATE: dict[str, Any] = yaml.safe_load("""
-spec:
-  containers:
-  - {name: worker, image: i, command: [sshd], env: [{name: A, value: "1"}],
-     volumeMounts: [{name: runs, mountPath: /runs}]}
-  volumes: [{name: runs, emptyDir: {}}]
-""")
-
-
-def _patched(**spec: Any) -> dict[str, Any]:
-    changed = patch_pod("worker", TEMPLATE, {"spec": spec})["spec"]
-    assert isinstance(changed, dict)
-    return changed
-
-
-def test_named_elements_are_merged_and_other_lists_replaced() -> None:
-    before = repr(TEMPLATE)
-    container = {
-        "name": "worker",
-        "env": [{"name": "B", "value": "2"}, {"name": "A", "value": "3"}],
-        "volumeMounts": [{"name": "more", "mountPath": "/more"}],
-    }
-    spec = _patched(containers=[container], volumes=[{"name": "more", "emptyDir": {}}], tolerations=[{"key": "a"}])
-    (changed,) = spec["containers"]
-    assert changed["env"] == [{"name": "A", "value": "3"}, {"name": "B", "value": "2"}]
-    assert [mount["mountPath"] for mount in changed["volumeMounts"]] == ["/runs", "/more"]
-    assert [volume["name"] for volume in spec["volumes"]] == ["runs", "more"]
-    assert spec["tolerations"] == [{"key": "a"}]
-    by_nfs = {"name": "runs", "nfs": {"path": "/"}}
-    for volume in (by_nfs, {"name": "runs", "emptyDir": None, "nfs": {"path": "/", "x": None}}):
-        assert _patched(volumes=[volume])["volumes"] == [by_nfs]
-    assert patch_pod("worker", TEMPLATE, {"metadata": {"labels": {"env": "a"}}})["metadata"] == {"labels": {"env": "a"}}
-    assert repr(TEMPLATE) == before
-
-
-@pytest.mark.parametrize(
-    ("spec", "problem"),
-    [
-        ({"containers": [{"name": "worker", "command": ["sleep"]}]}, "command"),
-        ({"containers": [{"name": "worker", "args": ["-d"]}]}, "args"),
-        ({"containers": None}, "name"),
-        ({"restartPolicy": "Always"}, "restartPolicy"),
-        ({"containers": [{"name": "wroker", "env": []}]}, "'wroker' without an image"),
-        ({"volumes": [{"emptyDir": {}}]}, "worker.spec.volumes has no name"),
-        ({"containers": "worker"}, "worker.spec.containers is no list"),
-        ({"containers": {"name": "worker"}}, "worker.spec.containers is no list"),
-        ({"containers": [{"name": ["worker"]}]}, "worker.spec.containers has no name"),
-        ({"containers": [{"name": "worker", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}, "--gpus-per-node N"),
-    ],
-)
-def test_a_patch_that_breaks_the_job_is_refused(spec: dict[str, Any], problem: str) -> None:
-    with pytest.raises(LaunchError, match=problem):
-        _patched(**spec)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (None, "No such file"),
-        ("a: [", "is not YAML"),
-        ("- a", "is not a mapping"),
-        ("", "expected: launcher or worker"),
-        ("nodeSelector: {a: b}", "expected: launcher or worker"),
-        ("worker: {nodeSelector: {a: b}}", "worker is no mapping(?s:.*)expected: metadata or spec"),
-        ("worker: {spec: text}", "worker.spec is no mapping"),
-        ("worker: {spec: !!bool maybe}", "is not YAML"),
-        ("launcher: text", "launcher is no mapping"),
-    ],
-)
-def test_a_file_that_is_no_patch_is_refused(text: str | None, problem: str, tmp_path: Path) -> None:
-    file = tmp_path / "patch.yaml"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises((LaunchError, ConfigError), match=rf"patch\.yaml(?s:.*){problem}"):
-        read_pod_patch(file)
-
-
-def test_text_stays_text_for_every_reader() -> None:
-    text = manifest_text({"y": "n", "a": ["1e3", "0o7", "word", 1, True]})
-    assert text == '"y": "n"\n"a":\n- "1e3"\n- "0o7"\n- word\n- 1\n- true\n'

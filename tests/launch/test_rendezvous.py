@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,10 +13,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from hvdtrain.launch import rendezvous, slurm_task
+from hvdtrain.launch import rendezvous
 from hvdtrain.launch.rendezvous import MOST_BYTES, MOST_STRANGERS, Rendezvous
-from hvdtrain.launch.slurm_task import ROUND, Batches, NodeStore, find_node_store
-from hvdtrain.launch.slurm_task import request as ask
 from tests.support.launch import TIMEOUT_S
 
 
@@ -77,30 +73,6 @@ def test_an_early_request_gets_the_value_when_it_is_set(served: Served, monkeypa
         served.server.add(3, {"global/1": b"one"})
         assert [one.result(TIMEOUT_S) for one in asked] == [(200, b"zero"), (200, b"one")]
     assert served.keys == {(3, "global/0"): b"zero"}
-
-
-def test_each_node_of_an_srun_gets_the_values_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Horovod asks the store of its own node; values travel by the store of srun_job."""
-    monkeypatch.setattr(rendezvous, "_POLL_S", TIMEOUT_S)
-    monkeypatch.setattr(slurm_task, "_AGAIN_S", 0.0)
-    main = Rendezvous(pytest.fail, put=lambda number, key, value: batches.put(key, value))
-    batches = Batches(main.add)
-    main.start()
-    main.open(ROUND, {})
-    threading.Thread(target=batches.run, daemon=True).start()
-    address = f"{main.address}/{ROUND}"
-    copies = [NodeStore(address, node) for node in "01"]
-    with ThreadPoolExecutor() as threads:
-        runs = [threads.submit(copy.run, lambda: True) for copy in copies]
-        nodes = [find_node_store(address, node) for node in "01"]
-        assert len({address, *nodes}) == 3
-        for number, node in enumerate(nodes):
-            ask(node, "PUT", f"global/{number}", b"of rank %d" % number)
-            assert [ask(other, "GET", f"global/{number}") for other in nodes] == [b"of rank %d" % number] * 2
-        main.close()
-        assert all(run.exception(TIMEOUT_S) for run in runs), "a copy ends with its store"
-    for copy in copies:
-        copy._rendezvous.close()
 
 
 class Evil:
@@ -168,7 +140,7 @@ def test_idle_connections_block_no_rank(served: Served, monkeypatch: pytest.Monk
     assert len(served.server._strangers) <= MOST_STRANGERS
     connections[0].setblocking(False)
     assert connections[0].recv(1) == b"", "the oldest is closed"
-    assert re.search(rf"\(\d+ of uid {os.getuid()}\).* :{served.address.split(':')[1]}", served.log[0])
+    assert served.log[0].endswith(f"dport = :{served.address.split(':')[1]}")
     for one in connections:
         one.close()
 

@@ -119,7 +119,6 @@ def test_a_refused_submission_is_reported(tmp_path: Path) -> None:
     ("more", "found"),
     [
         ({"batch": replace(BATCH, time_s=None)}, "no --time"),
-        ({"batch": replace(BATCH, array="1-2")}, "--array"),
         *(({"is_program": own, "arguments": ("evaluate",)}, "'evaluate'") for own in (True, False)),
     ],
 )

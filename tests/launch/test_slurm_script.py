@@ -103,15 +103,6 @@ def test_requeues_are_counted_and_end(count: str, back: bool, tmp_path: Path) ->
     assert (["scontrol", "requeue", "7"] in calls) == back == ("after 3 requeues, the limit" not in said)
 
 
-def test_a_job_of_an_array_names_itself_alone(tmp_path: Path) -> None:
-    """SLURM_JOB_ID of one job of an array is that of the array."""
-    spec = replace(SPEC, arguments=("--run_dir", "it's {array}"), batch=replace(SPEC.batch, array="0-3"))
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    _, calls, _ = run(tmp_path, spec, code=143, signals="USR1", **array)
-    assert ["scancel", "--signal=TERM", "7_2"] in calls and ["scontrol", "requeue", "7_2"] in calls
-    assert calls[0][-2:] == ["--run_dir", "it's 2"]
-
-
 CHECKED = replace(SPEC, batch=replace(SPEC.batch, preflight=True))
 
 

@@ -62,19 +62,6 @@ def test_a_run_that_ends_in_its_window_closes_it_once(window: Window, name: str,
     assert (tmp_path / f"horovod-steps-{name}.json").read_text() == "[{}]"
 
 
-@pytest.mark.parametrize("planned", [None, 3, 5, 9])
-def test_a_window_that_ends_elsewhere_than_it_was_to_is_called_by_its_end(planned: int | None, tmp_path: Path) -> None:
-    horovod = FakeHorovod()
-    timeline = HorovodTimeline(SoloComm(), horovod, Window(2, planned), tmp_path, pytest.fail)
-    timeline.begin_step(2)
-    timeline.begin_step(3)
-    timeline.record(Window(2, 5))
-    for step in range(4, 8):
-        timeline.begin_step(step)
-    timeline.close()
-    assert [file.name for file in tmp_path.iterdir()] == ["horovod-steps-2-5.json"]
-
-
 def test_a_start_within_the_window_takes_what_is_left_and_one_after_it_nothing(tmp_path: Path) -> None:
     for number in range(3):
         run(Window(2, 5), range(4, 8), tmp_path, FakeHorovod(content=f"[{number}]"))

@@ -57,7 +57,6 @@ def test_the_resume_command_repeats_the_setting_for_a_missing_ssh() -> None:
     [
         (TWO_HOSTS, "mpirun"),
         (OVER_GLOO, "horovodrun --gloo"),
-        (replace(OVER_GLOO, variables={"SLURM_STEP_NUM_TASKS": "4"}), "srun"),
         (BY_SLURM, "srun"),
         (BY_HYDRA, "mpirun or mpiexec"),
     ],

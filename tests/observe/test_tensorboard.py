@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("tensorboard", reason="tensorboard is not installed: make setup")
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 
 from hvdtrain.observe import tensorboard_page as page
-from hvdtrain.observe.histograms import Histograms
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.scalars import BANDS, MACHINE
 from hvdtrain.observe.tensorboard import EVERY_S, TensorBoard
@@ -214,24 +211,6 @@ def test_the_config_and_what_happened_are_text(tmp_path: Path) -> None:
     assert "mind the gap" in _text(found, "events/warning/text_summary")
 
 
-@pytest.mark.parametrize(("end", "status"), [("finished", "SUCCESS"), ("stopped", "SUCCESS"), ("failed", "FAILURE")])
-def test_hyperparameters_and_how_it_ended(tmp_path: Path, end: str, status: str) -> None:
-    found = _write(tmp_path, STARTED, FIRST, {"event": end, "time": 1e9})
-
-    def content(tag: str) -> plugin_data_pb2.HParamsPluginData:
-        raw = found.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content
-        return plugin_data_pb2.HParamsPluginData.FromString(raw)
-
-    options = content("session_start_info").session_start_info.hparams
-    assert options["train.global_batch"].number_value == BATCH
-    assert options["data.text"].string_value == "a|b*.md"
-    assert "run_dir" not in options
-    metrics = content("experiment").experiment.metric_infos
-    assert tuple(metric.name.tag for metric in metrics) == page.METRICS
-    assert page.METRICS[0] in found.Tags()["scalars"]
-    assert content("session_end_info").session_end_info.status == getattr(api_pb2, f"STATUS_{status}")
-
-
 def test_figures_of_the_end_are_at_the_last_step(tmp_path: Path) -> None:
     late = {"kind": "straggler", "text": "Rank 1 | is late.", "cost_ms": 7.5, "advice": "try --loader.workers 4"}
     explained = {
@@ -274,34 +253,6 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
     assert ("GPU (%)" in {chart.title for chart in charts}) == gpu
     (alone,) = _write(tmp_path / "alone", {**STARTED, "size": 1}, FIRST).Tensors("custom_scalars__config__")
     assert page.STRAGGLER_TITLE.encode() not in alone.tensor_proto.string_val[0], "one rank has no chart of ranks"
-
-
-def test_histograms(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    model(torch.ones(3)).sum().backward()
-    _write(tmp_path, STARTED, FIRST)
-    assert not (tmp_path / "histograms").exists(), "a run without histograms has none"
-    _write(tmp_path, STARTED, FIRST, {"event": "histograms", "at_step": 1, **Histograms(pytest.fail).summaries(model)})
-    found = read(tmp_path / "histograms")
-    (event,) = found.Histograms("parameters/weight")
-    assert event.step == 1
-    assert event.histogram_value.num == 6
-    assert event.histogram_value.max == pytest.approx(float(model.weight.detach().max()))
-    assert len(found.Histograms("gradients/bias")) == 1
-
-
-@pytest.mark.parametrize("end", [True, False])
-@pytest.mark.parametrize("later", [2, 0])
-def test_a_resume_keeps_each_histogram_once(end: bool, later: int, run: Run) -> None:
-    run.stretch(None, [0.5] * 9, histograms_every=2, end=end)
-    run.stretch(7, [0.5] * 2, histograms_every=later, end=end)
-    run.stretch(8, [0.5] * 5, histograms_every=later, end=end)
-    expected = range(2, 14, 2) if later else range(2, 8, 2)
-    for tag in ("parameters/weight", "gradients/weight"):
-        assert [event.step for event in read(run.folder / "histograms").Histograms(tag)] == list(expected)
-    run.stretch(None, [0.5] * 3, histograms_every=3)
-    found = read(run.folder / "histograms").Histograms("parameters/weight")
-    assert [(event.step, event.histogram_value.sum) for event in found] == [(3, run.now)]
 
 
 def test_a_record_that_finds_no_room_spoils_no_other(tmp_path: Path) -> None:

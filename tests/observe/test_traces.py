@@ -65,17 +65,6 @@ def _steps(path: Path) -> list[int]:
     return sorted({event["args"]["step"] for event in _read(path) if event["ph"] == "X"})
 
 
-@pytest.mark.parametrize("asked_at", range(6, 14))
-def test_a_window_asked_for_soon_after_another_takes_nothing_from_it(tmp_path: Path, asked_at: int) -> None:
-    trace, spans = _trace(tmp_path, Window(3, 8))
-    _train(trace, spans, 1, asked_at)
-    trace.record(Window(asked_at + 1, asked_at + 4))
-    _train(trace, spans, asked_at + 1, 100)
-    trace.close()
-    written = set(_steps(tmp_path / "spans-rank-0.json"))
-    assert {*range(3, min(asked_at, 8) + 1), *range(asked_at + 1, asked_at + 5)} <= written
-
-
 @pytest.mark.parametrize(
     ("window", "steps"),
     [(Window(3, 8), range(3, 9)), (Window(291, 295), ()), (ALL, range(301)), (Window(400, 500), ()), (OFF, ())],

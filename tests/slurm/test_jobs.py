@@ -67,7 +67,7 @@ def script(folder: Path, *arguments: str, slurm_mpi: str = "pmix", **batch: obje
         ranks=2,
         python=sys.executable,
         folder=str(folder),
-        mpi=OPEN_MPI,
+        mpi=OPEN_MPI if slurm_mpi else None,
         slurm_mpi=slurm_mpi,
         batch=Batch(**{"time_s": 1800, **batch}),  # type: ignore[arg-type]
     )
@@ -125,24 +125,13 @@ def test_a_job_that_is_cancelled_saves_and_stays_cancelled(slurm: Slurm, tmp_pat
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == [f"step-{step:06d}"]
 
 
-def test_of_an_array_one_job_goes_back_alone(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
-    """Over Gloo. The last job of an array has the array's own number: asked for by that, all would go back."""
-    arguments = [*PACED, "--seed={array}", "--run_dir=it's {array}"]
-    array = submit(slurm, tmp_path, script(tmp_path, *arguments, slurm_mpi="", array="0-1"), "low").number
-    jobs = [slurm.facts(f"{array}_{index}")["JobId"] for index in (0, 1)]
-    assert array in jobs
-    told, other = (1, 0) if jobs[1] == array else (0, 1)
-    runs = [tmp_path / f"it's {index}" for index in (0, 1)]
-    journals = [run / "journal.jsonl" for run in runs]
-    slurm.until(lambda: all(j.exists() and len(read_steps(j)) > 3 for j in journals), "both to train")
-    slurm.run(["scancel", "--batch", "--signal=USR1", f"{array}_{told}"])
-    slurm.until(lambda: slurm.state(f"{array}_{told}") == "COMPLETED", "the job that went back to end")
-    assert slurm.facts(f"{array}_{told}")["Restarts"] == "1"
-    assert slurm.facts(f"{array}_{other}")["Restarts"] == "0"
-    slurm.run(["scancel", array])
-    assert len(read_events(runs[told], "resumed")) == 1
-    if told == 0:
-        assert read_losses(runs[told]) == pytest.approx(alone, rel=1e-6)
+def test_a_noticed_job_of_our_own_driver_resumes(slurm: Slurm, alone: list[float], tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, script(tmp_path, slurm_mpi=""), "low")
+    job.until_it_trains()
+    slurm.run(["scancel", "--batch", "--signal=USR1", job.number])
+    job.until_it_is("COMPLETED")
+    assert "stopped by the notice: requeue 1 of 20" in job.log
+    assert_went_on(job, alone)
 
 
 def test_a_job_short_of_time_saves_goes_back_and_finishes(short_of_time: Job, alone: list[float]) -> None:

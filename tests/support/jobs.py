@@ -33,28 +33,6 @@ def queued(mpi: Mpi | None = None, batch: Batch | None = None, **more: object) -
     return one(mpi, 32, batch=batch or asked, **{**there, **more})
 
 
-ARRAY = Batch(array="1-3%2", time_s=3600)
-IN_ARRAY = ("--seed", "{array}", "--run_dir", "runs/it's {array}")
-POD_PATCH = {
-    "launcher": {"metadata": {"annotations": {"sidecar.istio.io/inject": "false"}}},
-    "worker": {
-        "spec": {
-            "hostNetwork": True,
-            "nodeSelector": {"disk": "y"},
-            "tolerations": [{"key": "gpu", "operator": "Exists"}],
-            "terminationGracePeriodSeconds": None,
-            "containers": [
-                {"name": "worker", "volumeMounts": [{"mountPath": "/data", "name": "data"}], "readinessProbe": None},
-                {"name": "monitor", "image": "monitor:1"},
-            ],
-            "volumes": [
-                {"name": "data", "nfs": {"server": "1e3", "path": "/"}},
-                {"name": "shm", "emptyDir": {"sizeLimit": "1Gi"}},
-            ],
-        }
-    },
-}
-
 SIF = Container("/images/it's.sif", "apptainer", ("/data:/data:ro", "/my scratch:/scratch"))
 WITH_GPUS = replace(SIF, gpus=True)
 BY_PYXIS = Container("nvcr.io#lab/hvdtrain:1", "pyxis", ("/data:/data:ro", "/scratch:/tmp/s"), True, ("HF_HOME",))
@@ -72,33 +50,25 @@ JOBS: dict[str, tuple[str, JobSpec]] = {
     "horovodrun-elastic": ("horovodrun", one(OPEN_MPI_4, elastic=(1, 4), discover="./hosts.sh")),
     "srun": ("srun", one(OPEN_MPI_4, slurm_mpi="pmix")),
     "srun-in-a-step": ("srun", one(OPEN_MPI_4, slurm_mpi="pmix", in_step=True)),
-    "srun-gloo": ("srun", two(None, ssh_port=None, ssh_options=())),
     "slurm": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", interface="ib0", launcher_arguments=("--label",))),
-    "slurm-whole-hosts": ("slurm", queued(MPICH, Batch(mem_mib=400 << 10), cpus_per_rank=0, is_program=True)),
-    "slurm-array": ("slurm", queued(MPICH, replace(ARRAY, array="0,2-5%4"), arguments=IN_ARRAY)),
+    "slurm-whole-hosts": ("slurm", queued(None, Batch(mem_mib=400 << 10), cpus_per_rank=0, is_program=True)),
     "slurm-preflight": ("slurm", queued(OPEN_MPI_4, Batch(preflight=True), slurm_mpi="pmix")),
     "pbs": ("pbs", queued(OPEN_MPI_4)),
     "pbs-gloo": ("pbs", queued(None, Batch(mem_mib=400 << 10, chunk=("host_type=a100",)))),
-    "pbs-array": ("pbs", queued(MPICH, ARRAY, arguments=IN_ARRAY)),
     "lsf": ("lsf", queued(OPEN_MPI_4, interface="ib0", launcher_arguments=("--report-bindings",))),
-    "lsf-array": ("lsf", queued(INTEL, ARRAY, arguments=IN_ARRAY)),
-    "lsf-jsrun": ("lsf", queued(OPEN_MPI_4, Batch(time_s=7200, jsrun=True))),
     "pbs-requeues": ("pbs", queued(OPEN_MPI_4, Batch(time_s=7200, resubmissions=3, setup=("module load cuda",)))),
     "lsf-requeues": ("lsf", queued(MPICH, Batch(time_s=7200, resubmissions=3))),
     "openmpi4-container": ("openmpi", two(OPEN_MPI_4, container=WITH_GPUS)),
     "mpich-container": ("mpich", one(MPICH, container=SIF)),
     "intelmpi-container": ("intelmpi", two(INTEL, container=replace(SIF, runtime="singularity"))),
     "srun-container": ("srun", one(OPEN_MPI_4, slurm_mpi="pmix", container=SIF)),
-    "srun-gloo-container": ("srun", one(container=replace(SIF, override=("PYTHONPATH",)))),
-    "srun-gloo-pyxis": ("srun", one(container=BY_PYXIS, folder="/home/me")),
     "slurm-container": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", container=WITH_GPUS)),
     "slurm-pyxis": ("slurm", queued(OPEN_MPI_4, slurm_mpi="pmix", container=BY_PYXIS, folder="/me", interface="ib0")),
-    "pbs-container": ("pbs", queued(OPEN_MPI_4, ARRAY, arguments=IN_ARRAY, container=WITH_GPUS)),
+    "pbs-container": ("pbs", queued(OPEN_MPI_4, container=WITH_GPUS)),
     "lsf-container": ("lsf", queued(INTEL, container=WITH_GPUS, is_program=True, arguments=("python3", "a.py"))),
-    "lsf-jsrun-container": ("lsf", queued(None, Batch(jsrun=True), container=WITH_GPUS)),
     "mpijob": ("mpijob", queued(OPEN_MPI_4)),
     "mpijob-rdma": ("mpijob", queued(OPEN_MPI_4, Batch(mem_mib=400 << 10, resources=(("rdma/ib", 1),)))),
-    "mpijob-cpu-patched": ("mpijob", queued(None, Batch(requeues=0, pod_patch=POD_PATCH), gpus_per_node=0)),
+    "mpijob-cpu": ("mpijob", queued(None, Batch(requeues=0), gpus_per_node=0)),
     "mpijob-elastic": ("mpijob", queued(None, Batch(image="mine:1", namespace="lab", mem_mib=9), elastic=(8, 32))),
 }
 """Target and job by the name of the golden file."""

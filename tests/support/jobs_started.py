@@ -9,7 +9,7 @@ from typing import Any
 
 _LAUNCHERS = {"mpirun", "mpiexec", "mpiexec.hydra", "horovodrun", "torchrun", "srun", "sbatch", "salloc"}
 _TRAINING_SCRIPTS = {"chaos_rank.py", "own.py", "trainings.py"}
-_OTHER_COMMANDS = {"timeline", "doctor", "config", "completion", "bundle", "build-horovod"}
+_OTHER_COMMANDS = {"timeline", "doctor", "bundle", "build-horovod"}
 _NO_JOB = {"--help", "--version", "-V", "--dry-run", "--print_config", "--mpi=list"}
 
 

@@ -60,7 +60,8 @@ def _job(folder: str) -> JobSpec:
 
 
 def _text(target: str, folder: str, config: str = "run.yaml") -> str:
-    start = TARGETS[target].render(replace(_job(folder), arguments=("--config", config)))
+    job = replace(_job(folder), arguments=("--config", config))
+    start = TARGETS[target].render(replace(job, mpi=None) if target == "slurm" else job)  # without asking for a PMI
     assert isinstance(start, Script)
     return start.text
 

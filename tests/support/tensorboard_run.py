@@ -12,7 +12,6 @@ from hvdtrain.observe.tensorboard import TensorBoard
 
 BATCH = 16
 CONFIG = {"seed": 7, "run_dir": "somewhere", "train": {"steps": 9, "global_batch": BATCH}, "data": {"text": "a|b*.md"}}
-HISTOGRAM = {"min": 0.0, "max": 1.0, "num": 1.0, "sum_squares": 1.0, "limits": [0.0, 1.0], "counts": [0.0, 1.0]}
 STARTED = {"event": "started", "size": 2, "parameters": 5, "unit": "words", "config": CONFIG, "time": 1e9}
 
 
@@ -75,7 +74,6 @@ class Run:
         durations: list[float],
         *,
         save_every: int = 0,
-        histograms_every: int = 0,
         end: bool = True,
     ) -> None:
         """Train steps of these durations, after `resumed`; `end` closes the sink, a killed run does not."""
@@ -92,9 +90,6 @@ class Run:
         for step, step_s in enumerate(durations, (resumed or 0) + 1):
             self.now += step_s
             tell(**step_record(step, self.now, step_s))
-            if histograms_every and step % histograms_every == 0:
-                values = {"weight": {**HISTOGRAM, "sum": self.now}}
-                sink.write({"event": "histograms", "at_step": step, "parameters": values, "gradients": values})
             if save_every and step % save_every == 0:
                 for event in ("evaluation", "checkpoint"):
                     tell(event=event, at_step=step, loss=9 / step, time=self.now)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 
 from hvdtrain.__main__ import main
 from hvdtrain.errors import TraceError
-from hvdtrain.spans import EXCHANGE, MAIN
+from hvdtrain.spans import EXCHANGE
 from hvdtrain.timeline.merge import merge
 from hvdtrain.timeline.read import read_horovod
 from tests.support.browser import import_errors, perfetto, text, until
@@ -43,16 +42,11 @@ def load(path: Path) -> list[Event]:
 
 def check(events: list[Event]) -> None:
     """See that the format's rules hold."""
-    check_trace([event for event in events if event["ph"] not in FLOWS])
+    check_trace(events)
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     processes = {e["pid"] for e in events if e["name"] == "process_name"}
     assert {e["pid"] for e in events} <= processes
     assert all((e["pid"], e["tid"]) in named and e["ts"] >= 0 for e in events if e["ph"] != "M")
-    flows: dict[str, list[str]] = defaultdict(list)
-    for event in events:
-        if event["ph"] in FLOWS:
-            flows[event["id"]].append(event["ph"])
-    assert all(sorted(phases) == ["f", "s"] for phases in flows.values())
 
 
 def test_all_of_a_run_is_in_it(recorded: Path, tmp_path: Path) -> None:
@@ -61,7 +55,7 @@ def test_all_of_a_run_is_in_it(recorded: Path, tmp_path: Path) -> None:
     events = load(out)
     check(events)
     assert merged.events == len(events) and merged.nbytes == out.stat().st_size
-    assert list(merged.ranks) == [0, 1] and len(merged.timelines) == 1 and len(merged.profiles) == 2
+    assert list(merged.ranks) == [0, 1] and len(merged.timelines) == 1
     (file,) = (recorded / "timeline").glob("horovod-*.json")
     trace = read_horovod(file)
     spans = [e for e in events if e["ph"] == "X"]
@@ -70,11 +64,10 @@ def test_all_of_a_run_is_in_it(recorded: Path, tmp_path: Path) -> None:
         own = [e for e in spans if e["pid"] == rank and e["tid"] < 1 << 16]
         written = json.loads((recorded / f"timeline/spans-rank-{rank}.json").read_text())
         assert len(own) == sum(e["ph"] == "X" for e in written)
-        assert any(e["pid"] == rank and e.get("cat") == "cpu_op" for e in spans)
     assert min(e["ts"] for e in events if e["ph"] != "M") == 0
     tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1}
     assert "training thread" in tracks and any(name.startswith("exchange of bucket 0") for name in tracks)
-    assert any(name.startswith("torch: ") for name in tracks)
+    assert any("torch-steps" in note for note in merged.notes)
 
 
 def test_a_span_of_two_sources_has_one_time(recorded: Path, tmp_path: Path) -> None:
@@ -88,10 +81,6 @@ def test_a_span_of_two_sources_has_one_time(recorded: Path, tmp_path: Path) -> N
         distance = np.abs(np.subtract.outer(theirs, ours)).min(axis=1)
         assert np.median(distance) < TOLERANCE_US
 
-    for rank in (0, 1):
-        forward = [e for e in spans if e["name"] == "forward" and e["pid"] == rank]
-        ours, torchs = ([e["ts"] for e in forward if (e["tid"] == MAIN) == own] for own in (True, False))
-        assert_alike(torchs, ours, 3 * (3 - rank))
     exchanges = [e for e in spans if e["pid"] == 0 and EXCHANGE <= e["tid"] < 1 << 16]
     of_horovod = [e for e in spans if e["name"] == "ALLREDUCE" and e["args"]["tensor"].endswith("gradients/0")]
     assert_alike(*([e["ts"] + e["dur"] for e in each] for each in (of_horovod, exchanges)), count=21)
@@ -146,18 +135,14 @@ def test_what_cannot_be_merged_is_an_error(recorded: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_profile_that_breaks_off_and_damaged_spans_cost_what_they_lack(recorded: Path, tmp_path: Path) -> None:
+def test_damaged_spans_cost_what_they_lack(recorded: Path, tmp_path: Path) -> None:
     shutil.copytree(recorded / "timeline", tmp_path / "timeline")
-    profile = next((tmp_path / "timeline").glob("torch-*-rank-1.json"))
-    profile.write_bytes(profile.read_bytes()[:100_000])
     (tmp_path / "timeline/spans-rank-1.json").write_text("[{")
-    merge([tmp_path], tmp_path / "all.json")
-    events = load(tmp_path / "all.json")
-    check_trace([event for event in events if event["ph"] not in FLOWS])
-    assert any(e["pid"] == 1 and e.get("cat") == "cpu_op" for e in events)
+    assert list(merge([tmp_path], tmp_path / "all.json").ranks) == [0]
+    check(load(tmp_path / "all.json"))
 
 
 def test_the_command_says_what_it_wrote(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", "merge", str(recorded), "-o", str(tmp_path / "all.json.gz")]) == 0
-    assert "2 ranks, 1 Horovod Timeline, 2 torch profiles" in capsys.readouterr().out
+    assert "2 ranks, 1 Horovod Timeline, " in capsys.readouterr().out
     assert (tmp_path / "all.json.gz").stat().st_size

@@ -149,7 +149,6 @@ def test_a_start_of_another_format_is_left_out_with_a_note(tmp_path: Path) -> No
 def test_the_clock_of_a_device_adds_its_error(tmp_path: Path) -> None:
     (of_cpu,) = read_steps(write(tmp_path, start(0), block(0)))
     (of_gpu,) = read_steps(write(tmp_path, {**start(0), "devices": ["GPU-1", ""]}, block(0)))
-    assert of_gpu.devices == ["GPU-1", ""] and of_cpu.devices == ["", ""]
     assert (of_gpu.clock_error_us - of_cpu.clock_error_us).tolist() == [100.0, 0.0]
 
 

@@ -13,14 +13,8 @@ COMMANDS = {
     "merge": "merge the traces of all ranks, for ui.perfetto.dev and chrome://tracing",
     "diff": "compare two runs",
     "watch": "say what slows a run while it runs",
-    "hosts": "name the hosts and GPUs that slowed jobs, over all starts of runs",
     "whatif": "predict the step time with other ranks, links, buckets or compression",
-    "start": "start recording traces of a running job",
-    "stop": "stop the recording",
 }
-
-_MODULES = {"start": "window", "stop": "window"}
-"""Modules of several commands; other commands have a module of their name."""
 
 
 def parser(name: str) -> ArgumentParser:
@@ -35,4 +29,4 @@ def main(argv: list[str]) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"hvdtrain.cli.timeline.{_MODULES.get(name, name)}")
+    return import_module(f"hvdtrain.cli.timeline.{name}")

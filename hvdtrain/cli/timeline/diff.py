@@ -17,7 +17,6 @@ examples:
 def main(command: str, argv: list[str]) -> int:
     """Compare two runs and print the result; return the exit code."""
     options = parser(command).parse_args(argv)
-
     from hvdtrain.compare.step_times import compare, to_plain, to_text
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.report.form import dumped

@@ -6,7 +6,7 @@ from hvdtrain.cli.parser import Parser, local
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.merge import Merged, merge
 
-_DESCRIPTION = "Merge the traces of all ranks, Horovod's Timeline and torch.profiler into one for ui.perfetto.dev."
+_DESCRIPTION = "Merge the traces of all ranks and Horovod's Timeline into one for ui.perfetto.dev."
 
 
 def main(command: str, argv: list[str]) -> int:
@@ -27,7 +27,7 @@ def parser(command: str) -> Parser:
 
 
 def _summary(merged: Merged) -> str:
-    made = {"rank": len(merged.ranks), "Horovod Timeline": len(merged.timelines), "torch profile": len(merged.profiles)}
+    made = {"rank": len(merged.ranks), "Horovod Timeline": len(merged.timelines)}
     content = ", ".join(wording.counted(number, noun) for noun, number in made.items() if number)
     lines = [f"{merged.path}: {merged.events} events of {content}, {merged.nbytes / (1 << 20):.1f} MiB"]
     if len(merged.ranks) > 1 and merged.clock_error_us < float("inf"):

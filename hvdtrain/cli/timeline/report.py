@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
-from collections.abc import Callable
 
 from hvdtrain.cli.parser import Parser, local
 from hvdtrain.errors import ConfigError, TraceError
@@ -32,6 +30,7 @@ false.
 def main(command: str, argv: list[str]) -> int:
     """Print or write the report; return the exit code."""
     options = parser(command).parse_args(argv)
+    from hvdtrain.timeline import wording
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.analysis.analysis import figures
     from hvdtrain.timeline.report import condition
@@ -49,24 +48,9 @@ def main(command: str, argv: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"hvdtrain: ConfigError: {error}\n")
         return 2
-    show(options, lambda: to_text(analysis), lambda: to_bytes(analysis), lambda: to_html(analysis))
-    if met is None:
-        return 0
-    sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.met_text(met, figures(analysis))}\n")
-    return 1
-
-
-def show(options: Namespace, text: Callable[[], str], form: Callable[[], bytes], page: Callable[[], str]) -> None:
-    """Write the page to --html, if it is given, and print the text, or JSON with --json.
-
-    Errors: TraceError: the page cannot be written.
-    """
-    from hvdtrain.timeline import wording
-
     if options.html is not None:
-        content = page()
         try:
-            write_text(options.html, content)
+            write_text(options.html, to_html(analysis))
         except (OSError, ValueError) as error:  # ValueError: a path without a name, such as / or .
             raise TraceError(
                 f"the page {options.html} cannot be written",
@@ -75,11 +59,15 @@ def show(options: Namespace, text: Callable[[], str], form: Callable[[], bytes],
                 next_step="name another file: --html FILE",
             ) from None
     if options.json:
-        sys.stdout.write(form().decode())
-        return
-    print(wording.readable(text()))
-    if options.html is not None:
-        print(wording.readable(f"written: {options.html}"))
+        sys.stdout.write(to_bytes(analysis).decode())
+    else:
+        print(wording.readable(to_text(analysis)))
+        if options.html is not None:
+            print(wording.readable(f"written: {options.html}"))
+    if met is None:
+        return 0
+    sys.stderr.write(f"hvdtrain: --fail_if is met: {condition.met_text(met, figures(analysis))}\n")
+    return 1
 
 
 def parser(command: str) -> Parser:

@@ -25,7 +25,6 @@ again. Ends with the run, or with Ctrl-C.
 def main(command: str, argv: list[str]) -> int:
     """Print verdicts until the run has ended; return the exit code."""
     options = parser(command).parse_args(argv)
-
     from hvdtrain.errors import TraceError
     from hvdtrain.observe.past_journal import is_finished
     from hvdtrain.run_layout import RunLayout

@@ -16,13 +16,12 @@ CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     *(mpi.stale_launcher, mpi.controller, mpi.slurm_step, mpi.rendezvous, mpi.secrets, mpi.half_over_gloo),
     *(network.leftovers, network.shared_memory_off),
     installation.packages,
-    *(host.host, host.binding, host.locality, host.oversubscription, host.quota, host.memory, host.shared_memory),
+    *(host.host, host.binding, host.locality, host.oversubscription, host.memory, host.shared_memory),
     *(host.open_files, host.processes, host.locked_memory, host.huge_pages),
     *(installation.gpus, installation.driver, installation.pinned_memory, installation.half_routes),
     *(network.host_name, network.interfaces, network.named_interfaces, network.rdma, network.ucx),
     installation.gpu_direct,
-    *(host.run_dir, host.run_dir_speed, host.run_dir_shared),
-    mpi.timeline,
+    *(host.run_dir, host.run_dir_shared),
 )
 
 

@@ -19,7 +19,7 @@ _FILES, _FILES_PER_RANK = 256, 4
 _PROCESSES_PER_RANK = 64
 _LOCKED_BYTES = 64 * _MIB
 
-_LITTLE_BYTES, _SLOW_MIB_PER_S, _SLOW_SYNC_MS = 1 << 30, 20, 250
+_LITTLE_BYTES = 1 << 30
 _ON_SERVERS = re.compile(
     r"nfs4?|lustre|beegfs|gpfs|wekafs|ceph|cifs|smb3|smbfs|glusterfs|afs|pvfs2|orangefs|panfs|9p|virtiofs"
     r"|fuse\.(glusterfs|sshfs|juicefs|s3fs|gcsfuse|ceph|beegfs)"
@@ -32,7 +32,8 @@ def host(facts: DoctorFacts) -> Finding:
     system, cores, own = facts.machine.system, facts.machine.host.cores, facts.machine.host.own_cores
     bound = f" ({own} usable by this process)" if own != cores else ""
     found = f"{facts.info.host}: {system['cpu']}, {cores} cores{bound}, {system['memory']}, {system['kernel']}"
-    return Finding("host", "ok", found)
+    limit = f"a control group limits CPU time to {cores} of {facts.machine.processors} processors"
+    return Finding("host", "ok", found, limit if facts.machine.host.quota else "")
 
 
 def binding(facts: DoctorFacts) -> Finding | None:
@@ -81,16 +82,6 @@ def oversubscription(facts: DoctorFacts) -> Finding | None:
     if facts.info.local_size > cores:
         fix = f"start at most {cores} ranks on this host"
     return Finding("oversubscription", "warning", found, why, fix)
-
-
-def quota(facts: DoctorFacts) -> Finding | None:
-    """Report a container's CPU quota that is smaller than the machine."""
-    cores, processors = facts.machine.host.cores, facts.machine.processors
-    if not facts.machine.host.quota or cores >= processors:
-        return None
-    why = "programs that count processors start too many threads, and all threads stop once the quota is used up"
-    found = f"CPU time of {cores} of {processors} processors (control group)"
-    return Finding("quota", "ok", found, f"{why}; hvdtrain sets {THREADS} accordingly; loader workers count too")
 
 
 def memory(facts: DoctorFacts) -> Finding | None:
@@ -201,20 +192,6 @@ def run_dir(facts: DoctorFacts) -> Finding:
         why = "it is in memory: checkpoints take memory and are lost when the machine reboots"
         return Finding("run_dir", "warning", found, why, "use --run_dir on a disk")
     return Finding("run_dir", "ok", found)
-
-
-def run_dir_speed(facts: DoctorFacts) -> Finding | None:
-    """Check the write speed of the run folder."""
-    values = facts.storage.values
-    if "mib_per_s" not in values:
-        return None
-    rate, sync_ms = float(values["mib_per_s"]), float(values["sync_ms"])
-    found = f"{rate:.0f} MiB/s written and synced, {sync_ms:.1f} ms for one byte"
-    if rate >= _SLOW_MIB_PER_S and sync_ms < _SLOW_SYNC_MS:
-        return Finding("run_dir_speed", "ok", found, minor=True)
-    why = "checkpoints are written in the background, but each one waits for the previous one"
-    fix = "use --run_dir on a faster file system, or a larger --checkpoint.every"
-    return Finding("run_dir_speed", "warning", found, why, fix)
 
 
 def run_dir_shared(facts: DoctorFacts) -> Finding | None:

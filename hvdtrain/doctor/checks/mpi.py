@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from hvdtrain.config.windows import AUTO
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.install.record import BUILD_COMMAND
@@ -14,8 +13,6 @@ from hvdtrain.launch.variables import secret_variables
 from hvdtrain.plan.plan import ENGINES, Plan
 from hvdtrain.runtime.environment import GLOO_LAUNCHER, LAUNCHERS, NO_LAUNCHER, TORCHRUN, elastic, rank_label
 from hvdtrain.runtime.interfaces import describe_exposure
-from hvdtrain.runtime.rules import Facts
-from hvdtrain.runtime.tuning import ASK, decide
 
 _PMI = {"openmpi": ("PMIX_RANK", "pmix"), "mpich": ("PMI_RANK", "pmi2")}
 """By MPI family: the variable in which srun passes the rank, and the value of srun --mpi that sets it."""
@@ -177,7 +174,7 @@ def slurm_step(facts: DoctorFacts) -> Finding | None:
         return None
     found = f"{facts.info.size} ranks without {variable}"
     why = f"srun uses a PMI that {library} does not understand: it aborts, or each rank runs alone"
-    fix = f"srun --mpi={pmi} if srun --mpi=list shows it; else hvdtrain launch --to srun, which needs no PMI"
+    fix = f"srun --mpi={pmi} if srun --mpi=list shows it; else hvdtrain launch, which then uses Gloo"
     return Finding("srun", "warning", found, why, fix)
 
 
@@ -208,18 +205,3 @@ def half_over_gloo(facts: DoctorFacts) -> Finding | None:
         return None
     why = "fp16 compression is 27 times as slow as over MPI; keep --parallel.compression none"
     return Finding("gloo", "warning", "ranks communicate over Gloo on the CPU", why, "horovodrun --mpi, or mpirun")
-
-
-def timeline(facts: DoctorFacts) -> Finding | None:
-    """Report what `--observe.timeline auto` would record under this launcher."""
-    if facts.info.size == 1 or facts.info.launcher == TORCHRUN:  # without Horovod
-        return None
-    known = Facts(facts.info, facts.machine.host, facts.mpi.library, facts.environ)
-    record = facts.installation.record
-    plan = decide(AUTO, known, quiet=record is not None and record.quiet)
-    if plan.kind != "spans":
-        return Finding("timeline", "ok", str(plan))
-    how = f"to record Horovod's own: {ASK}"
-    if decide(AUTO, known, quiet=True).kind == "window":
-        how += f"; a Horovod built by hvdtrain records it automatically: {BUILD_COMMAND}"
-    return Finding("timeline", "ok", str(plan), how)

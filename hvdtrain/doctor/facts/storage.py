@@ -6,23 +6,19 @@ import json
 import os
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.programs import Answer, answer
 
 _TIMEOUT_S = 15
-_CHUNK = b"\x5a" * (1 << 20)
-_CHUNKS = 32
-_ENOUGH_S = 1.0
 
 
 def storage(folder: Path) -> Answer:
-    """Check a folder. It writes up to 32 MiB for about a second, into a file without a name.
+    """Check a folder. It writes a byte into a file without a name.
 
-    The answer has facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``,
-    ``mib_per_s`` of synced writing, ``sync_ms`` of a small file, or ``problem``.
+    The answer has facts about the nearest existing folder: ``folder``, ``type`` of its file system, ``free_bytes``, and
+    ``problem`` if it cannot be written.
     """
     return answer([sys.executable, "-m", "hvdtrain.doctor.facts.storage", str(folder)], _TIMEOUT_S)
 
@@ -39,9 +35,12 @@ def probe(wanted: Path, mounts: str) -> dict[str, Any]:
         "free_bytes": space.f_bavail * space.f_frsize,
     }
     try:
-        return {**found, **_speed(folder)}
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"x")
+            os.fsync(file.fileno())
     except OSError as error:
-        return {**found, "problem": error.strerror or str(error)}
+        found["problem"] = error.strerror or str(error)
+    return found
 
 
 def file_system_type(folder: Path, mounts: str) -> str:
@@ -53,21 +52,6 @@ def file_system_type(folder: Path, mounts: str) -> str:
         if folder.is_relative_to(place) and len(place.parts) >= deepest:
             deepest, kind = len(place.parts), rest.split()[0]
     return kind
-
-
-def _speed(folder: Path) -> dict[str, float]:
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        start = time.perf_counter()
-        file.write(b"x")
-        os.fsync(file.fileno())
-        synced = time.perf_counter()
-        written = 0
-        while written < _CHUNKS and time.perf_counter() - synced < _ENOUGH_S:
-            file.write(_CHUNK)
-            os.fsync(file.fileno())
-            written += 1
-        seconds = time.perf_counter() - synced
-    return {"sync_ms": 1e3 * (synced - start), "mib_per_s": written / seconds}
 
 
 if __name__ == "__main__":

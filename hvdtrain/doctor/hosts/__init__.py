@@ -1,1 +1,1 @@
-"""Checks of several hosts: differences between them, connections, clocks."""
+"""Checks of several hosts: differences between them, and connections."""

@@ -44,24 +44,14 @@ _CAUSES = (
         "ssh-copy-id {host}; or name the user in --hosts USER@{machine}",
     ),
     (
-        "No module named '?hvdtrain'?$",
-        "Python starts, but hvdtrain is neither installed in it nor in an existing folder of PYTHONPATH",
-        "install hvdtrain there in the same folder as here, or on a file system that all hosts mount",
+        "No module named|that host runs hvdtrain",
+        "Python starts, but hvdtrain or a package that it needs is missing there, or of another version",
+        "install the same environment there in the same folder, or on a file system that all hosts mount",
     ),
     (
         r"exec: |: Permission denied|not found|cannot execute|Exec format error|sh:.*[Nn]o such file or directory",
         "this Python does not exist there under the same path",
         "install the same environment there under the same path, or on a file system that all hosts mount",
-    ),
-    (
-        r"that host runs hvdtrain|No module named 'hvdtrain\.",
-        "another version of hvdtrain is installed there, and its answers are not compatible",
-        "install the same version of hvdtrain on all hosts",
-    ),
-    (
-        "No module named",
-        "hvdtrain is installed there, but a package that it needs is missing",
-        "install the same environment there as here",
     ),
     (
         "[Tt]imed out|No route to host|[Nn]etwork is unreachable|[Cc]onnection to .* closed|timed out: no answer",
@@ -114,12 +104,7 @@ class _Comparison:
 
 COMPARISONS: Sequence[_Comparison] = (
     _Comparison("hvdtrain", "broken", "ranks with different versions wait for each other forever"),
-    _Comparison(
-        "python",
-        "warning",
-        "packages are built for one version of Python",
-        value=lambda host: host.python.rpartition(".")[0],
-    ),
+    _Comparison("python", "warning", "packages need one of them", value=lambda host: host.python.rpartition(".")[0]),
     _Comparison("torch", "broken", "Horovod is built for one version of torch"),
     _Comparison("horovod", "broken", "it is built for one torch and one MPI", BUILD_COMMAND),
     _Comparison("libmpi", "broken", "ranks on different MPIs do not find each other"),
@@ -238,7 +223,7 @@ def duplicate_hosts(survey: Survey) -> list[Finding]:
 
 CHECKS: tuple[Callable[[Survey], list[Finding]], ...] = (
     *(reached, duplicate_hosts, compare, horovod_works, limits, folder),
-    *(network_checks.clocks, network_checks.connections, network_checks.routes, network_checks.shared_addresses),
+    *(network_checks.connections, network_checks.routes, network_checks.shared_addresses),
 )
 
 

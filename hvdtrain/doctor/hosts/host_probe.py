@@ -168,11 +168,6 @@ def report_host(environ: Mapping[str, str], folder: str) -> HostReport:
     )
 
 
-def now_ns() -> int:
-    """Return the wall clock of this host."""
-    return time.time_ns()
-
-
 def _reach(question: Mapping[str, Any]) -> dict[str, Attempt]:
     listeners = {name: Listener(**listener) for name, listener in question["doors"].items()}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -197,7 +192,6 @@ def _sees_file(question: Mapping[str, Any]) -> bool:
 
 
 ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "clock": lambda question: now_ns(),
     "toward": lambda question: source_to(question["address"]),
     "listen": lambda question: listen(question["address"]),
     "reach": _reach,

@@ -1,40 +1,11 @@
-"""Checks of clocks, connections, routes and addresses of several hosts. Pure."""
+"""Checks of connections, routes and addresses of several hosts. Pure."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
 
 from hvdtrain.doctor.finding import Finding, by_value, names
-from hvdtrain.doctor.hosts.survey import Offset, Survey
-
-_CLOCK_S = 1.0  # up to this offset, file times and log lines of two hosts can be compared
-_REFUSED_S = 300.0  # the largest offset that munge (Slurm) and Kerberos accept
-
-
-def clocks(survey: Survey) -> list[Finding]:
-    """Check that clocks agree. Runs do not depend on it: they align their timelines by messages."""
-    if len(survey.offsets) < 2:
-        return []
-    behind, ahead, off = largest_offset(survey.offsets)
-    found = f"{ahead} is {_seconds(off.ahead_s)} ahead of {behind} (+- {_seconds(off.error_s)})"
-    if off.ahead_s - off.error_s <= _CLOCK_S:
-        return [Finding("clocks", "ok", found)]
-    why = "file times and log lines of these hosts cannot be compared"
-    if off.ahead_s - off.error_s > _REFUSED_S:
-        why += (
-            "; beyond 5 minutes Slurm's munge and Kerberos refuse connections, and TLS certificates seem not yet valid"
-        )
-    fix = "on both hosts: timedatectl set-ntp true (verify: chronyc tracking)"
-    return [Finding("clocks", "warning", found, why, fix)]
-
-
-def largest_offset(offsets: Mapping[str, Offset]) -> tuple[str, str, Offset]:
-    """Return the hosts with the slowest and the fastest clock, and the offset between them."""
-    behind = min(offsets, key=lambda host: offsets[host].ahead_s)
-    ahead = max(offsets, key=lambda host: offsets[host].ahead_s)
-    low, high = offsets[behind], offsets[ahead]
-    return behind, ahead, Offset(high.ahead_s - low.ahead_s, high.error_s + low.error_s)
+from hvdtrain.doctor.hosts.survey import Survey
 
 
 def connections(survey: Survey) -> list[Finding]:
@@ -132,9 +103,3 @@ def _network(survey: Survey, host: str) -> str:
     if interface := survey.interface(host):
         return interface.network
     return str(ipaddress.ip_network(survey.addresses[host].partition("%")[0]))
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"

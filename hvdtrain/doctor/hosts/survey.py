@@ -29,7 +29,6 @@ GREET_S = 30.0
 """Time limit for ssh, Python, and the facts about a host."""
 _ASK_S = 15.0
 _CONNECT = ("-o", "ConnectTimeout=10")
-_CLOCK_SAMPLES = 8
 _ANYWHERE = "192.0.2.1"  # an address that no host has (RFC 5737). Its route is the default route
 
 T = TypeVar("T")
@@ -47,32 +46,27 @@ class ProbeClient:
 
     def __init__(self, host: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         self._numbers = itertools.count(1)
-        self._inbox: queue.SimpleQueue[tuple[dict[str, Any], int]] = queue.SimpleQueue()
-        self._link = AgentLink(host, argv, environment, lambda item: self._inbox.put((item[1], time.time_ns())))
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._link = AgentLink(host, argv, environment, lambda item: self._inbox.put(item[1]))
         self._link.start()
 
     def greet(self, hello: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send the first message and return the facts about the host. Errors: NoAnswerError if there is no reply."""
         self._link.send("hello", **hello)
-        message, _ = self._receive("says", time.monotonic() + timeout_s)
-        return dict(message["facts"])
+        return dict(self._receive("says", time.monotonic() + timeout_s)["facts"])
 
     def ask(self, what: str, timeout_s: float, **facts: Any) -> Any:
         """Ask a question. Errors: NoAnswerError if there is no answer, or the host reports an error."""
-        return self.ask_timed(what, timeout_s, **facts)[1]
-
-    def ask_timed(self, what: str, timeout_s: float, **facts: Any) -> tuple[int, Any, int]:
-        """Return also when the question was sent and the answer received, in nanoseconds by this host's clock."""
         number = next(self._numbers)
-        deadline_s, sent_ns = time.monotonic() + timeout_s, time.time_ns()
+        deadline_s = time.monotonic() + timeout_s
         self._link.send("ask", number=number, what=what, **msgspec.to_builtins(facts))
         while True:
-            message, received_ns = self._receive("answer", deadline_s)
+            message = self._receive("answer", deadline_s)
             if message["number"] != number:  # the late answer to a question that timed out
                 continue
             if "error" in message:
                 raise NoAnswerError(str(message["error"]))
-            return sent_ns, message["value"], received_ns
+            return message["value"]
 
     def close(self) -> None:
         """Let the probe end, without waiting for it."""
@@ -83,25 +77,17 @@ class ProbeClient:
         self._link.kill()
         self._link.close()
 
-    def _receive(self, kind: str, deadline_s: float) -> tuple[dict[str, Any], int]:
+    def _receive(self, kind: str, deadline_s: float) -> dict[str, Any]:
         while True:
             try:
-                message, received_ns = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                message = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
                 raise NoAnswerError("timed out: no answer") from None
             if message["type"] == "gone":
-                self._inbox.put((message, received_ns))  # for the next question
+                self._inbox.put(message)  # for the next question
                 raise NoAnswerError(str(message["why"]))
             if message["type"] == kind:
-                return message, received_ns
-
-
-@dataclass(frozen=True)
-class Offset:
-    """By how many seconds another clock is ahead of this host's clock, and the error bound."""
-
-    ahead_s: float
-    error_s: float
+                return message
 
 
 @dataclass(frozen=True)
@@ -114,7 +100,6 @@ class Survey:
     lost: Mapping[str, str] = field(default_factory=dict)  # why a host does not answer, or no longer
     facts: Mapping[str, HostReport] = field(default_factory=dict)  # about each host that answers
     addresses: Mapping[str, str] = field(default_factory=dict)  # by which other hosts reach a host
-    offsets: Mapping[str, Offset] = field(default_factory=dict)  # of each host's clock
     attempts: Mapping[str, Mapping[str, Attempt]] = field(default_factory=dict)  # connections, by source and target
     sees_file: Mapping[str, bool] = field(default_factory=dict)  # whether a host sees the file of `writer`
 
@@ -152,12 +137,10 @@ class Hosts:
         self._start()
         facts = self._ask_all(self._greet)
         addresses = self._addresses(facts)
-        probes, each = self._probes, range(_CLOCK_SAMPLES)
-        offsets = self._ask_all(lambda host: estimate_offset([probes[host].ask_timed("clock", _ASK_S) for _ in each]))
         writer, sees_file = self._share_file()
         attempts = self._try_connections(addresses)
         job, lost = self._job, dict(self.lost)
-        return Survey(job.hosts, job.folder, writer, lost, facts, addresses, offsets, attempts, sees_file)
+        return Survey(job.hosts, job.folder, writer, lost, facts, addresses, attempts, sees_file)
 
     def _start(self) -> None:
         job = self._job
@@ -246,13 +229,3 @@ class Hosts:
 
 def _is_local(address: str) -> bool:
     return not address or ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-def estimate_offset(samples: Sequence[tuple[int, int, int]]) -> Offset:
-    """Estimate the offset from samples: time sent, time on the other clock, time received, in nanoseconds.
-
-    The other clock was read between sending and receiving, so the fastest sample has the smallest error (Cristian,
-    "Probabilistic clock synchronization", 1989).
-    """
-    sent, there, came = min(samples, key=lambda sample: sample[2] - sample[0])
-    return Offset((there - (sent + came) / 2) * 1e-9, (came - sent) / 2e9)

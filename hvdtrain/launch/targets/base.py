@@ -22,7 +22,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.detect import Machine, needs_in_image
-from hvdtrain.launch.spec import PYXIS, Command, Container, JobSpec, Mpi, Script, Shell, join
+from hvdtrain.launch.spec import PYXIS, Command, Container, JobSpec, Mpi, Script, join
 
 CONTAINER = frozenset({"container", "container_mount", "container_runtime"})
 """Options of targets that can start ranks in containers."""
@@ -92,13 +92,6 @@ def _environment() -> Environment:
     return made
 
 
-def insert_array_index(word: str, index: str) -> str:
-    """Replace ``{array}`` in a word with the job's index in its array, the shell variable `index`."""
-    if isinstance(word, Shell) or "{array}" not in word:
-        return word
-    return Shell(f'"${{{index}}}"'.join(join([part]) if part else "" for part in word.split("{array}")))
-
-
 Pick = tuple[Mpi | None, str]
 """The MPI of the ranks, and a note about it, "" or beginning with "; "."""
 
@@ -126,12 +119,12 @@ class Target:
     elsewhere: bool = False  # whether ranks run in an image, with other variables than this process
 
 
-def rank_argv(spec: JobSpec, *before: str) -> tuple[str, ...]:
-    """Return the command with which a launcher starts each rank. `before`: words before the program.
+def rank_argv(spec: JobSpec) -> tuple[str, ...]:
+    """Return the command with which a launcher starts each rank.
 
     Errors: LaunchError for a mount that the runtime would misread.
     """
-    program, box = (*before, *spec.program), spec.container
+    program, box = spec.program, spec.container
     if box is None or box.runtime == PYXIS:
         return program
     words = [*_without_hidden(box, HIDDEN)]

@@ -23,7 +23,6 @@ _LONGEST = 20_000
 _DEVICE_ERRORS = ("CUDA error", "CUBLAS_STATUS_", "CUDNN_STATUS_", "CUSPARSE_STATUS_", "cuDNN error")
 """Parts of the messages that torch raises when the device has failed."""
 
-
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"\n]+)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE)
 """A frame as Python's traceback module writes it, or as faulthandler does (without the second comma)."""
 

@@ -10,7 +10,6 @@ import numpy as np
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.compression.sizes import ITEM_BYTES
 from hvdtrain.compression.table import auto_candidates
-from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ACTIVATIONS, EXCHANGE, OTHER_EXCHANGE, PARAMETERS, parts_by_rank
@@ -63,7 +62,9 @@ def _faster_exchange(facts: Facts, largest: str, cost_ms: float) -> str:
     if less:
         return "; ".join(tries)
     if cost_ms > _MOST * facts.step_ms and facts.may_train_apart():
-        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} --sync {AUTO_SYNC}`")
+        workers = next((count for count in range(2, facts.run.size) if facts.run.size % count == 0), facts.run.size)
+        change = f"--sync diloco:32 --workers {workers}"
+        tries.append(f"compare rarer exchanges: `hvdtrain timeline whatif {facts.run.path} {change}`")
     if tries:
         return "; ".join([*tries, "or a faster link"])
     return "; or ".join(filter(None, ["a faster link", _more_samples(facts)]))

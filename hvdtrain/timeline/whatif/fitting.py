@@ -19,7 +19,7 @@ NETWORK = Link(3e-5, math.nan, 2.5e-10)
 GLOO_ONE_HOST = Link(1e-4, 7e-10, 7e-10)
 """Between ranks of one host by Gloo, if it was not measured: 33.5 MB were summed over two ranks in 23 ms."""
 _HOP_S = 3e-5
-_PROBE_UNCERTAINTY, _WAITS_UNCERTAINTY, _TIMELINE_UNCERTAINTY, _HIDDEN_UNCERTAINTY = 0.1, 0.15, 0.3, 0.5
+_PROBE_UNCERTAINTY, _WAITS_UNCERTAINTY, _GLOO_UNCERTAINTY, _HIDDEN_UNCERTAINTY = 0.1, 0.15, 0.3, 0.5
 _HIDDEN = 0.3
 """If less than this share of the exchange was waited for, the wait says little about the link's speed."""
 _UNEXPLAINED = 0.05
@@ -32,7 +32,6 @@ _HALVINGS = 40
 def fit_link(
     evidence: Evidence,
     probed: Sequence[tuple[int, float]],
-    traced: Sequence[tuple[int, float]],
     exchange_cpu_s: float | None,
     wait_and_wire: Callable[[Evidence], tuple[float, float]],
 ) -> FittedLink:
@@ -41,7 +40,6 @@ def fit_link(
     Args:
         evidence: of the run, without a link.
         probed: bytes and seconds of allreduces that were measured on their own.
-        traced: bytes and seconds of allreduces during steps, from Horovod's Timeline.
         exchange_cpu_s: processor time per step of the threads that exchange; None if unknown.
         wait_and_wire: replays a step and returns the seconds that it waits and that the exchange takes.
     """
@@ -57,17 +55,12 @@ def fit_link(
         link = _with_cpu(evidence, link, exchange_cpu_s)
         return link, *wait_and_wire(replace(evidence, fitted=FittedLink(link, "", 0.0)))
 
-    sources = (
-        (probed, "probed at the run's start", _PROBE_UNCERTAINTY),
-        (traced, "from Horovod's Timeline", _TIMELINE_UNCERTAINTY),
-    )
-    for pairs, source, uncertainty in sources:
-        if (found := fit_allreduces(pairs, ranks)) is not None:
-            link, explained_s, _ = replayed(found)
-            slower = exchanges and ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
-            if not slower:
-                uncertainty = max(uncertainty, _spread(pairs, ranks))
-                return FittedLink(link, f"{source}: {_text(link, uncertainty)}", uncertainty)
+    if (found := fit_allreduces(probed, ranks)) is not None:
+        link, explained_s, _ = replayed(found)
+        slower = exchanges and ranks.hosts > 1 and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
+        if not slower:
+            uncertainty = max(_PROBE_UNCERTAINTY, _spread(probed, ranks))
+            return FittedLink(link, f"probed at the run's start: {_text(link, uncertainty)}", uncertainty)
     if ranks.hosts == 1:  # bytes are copied by the core that computes: its processor time is all that is known
         link = _with_cpu(evidence, ONE_HOST, exchange_cpu_s)
         link = replace(link, s_per_byte=link.cpu_s_per_byte)
@@ -141,7 +134,7 @@ def _by_engine(evidence: Evidence, job: Job, fitted: FittedLink) -> FittedLink:
     if job.plan.engine != "ddp" or not evidence.on_cpu or fitted.link is None:
         return fitted
     if job.ranks.hosts > 1:
-        return replace(fitted, uncertainty=max(fitted.uncertainty, _TIMELINE_UNCERTAINTY))
+        return replace(fitted, uncertainty=max(fitted.uncertainty, _GLOO_UNCERTAINTY))
     pairs = zip(astuple(fitted.link), astuple(GLOO_ONE_HOST), strict=True)
     link = Link(*(max(pair) for pair in pairs))
     return FittedLink(link, f"Gloo's, which was not measured; assumed: {_text(link)}", _HIDDEN_UNCERTAINTY)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hvdtrain.plan.plan import Ranks
 
-Algorithm = Literal["auto", "ring", "tree", "double_tree", "hierarchical"]
+Algorithm = Literal["auto", "ring", "tree", "double_tree"]
 
 _NEGOTIATION = 2
 """Reductions of a few bytes with which Horovod's ranks agree that a (cached) tensor is ready on all of them."""
@@ -121,15 +121,13 @@ def _allreduce(ranks: Ranks, nbytes: float) -> dict[str, _Cost]:
     """Return the cost by algorithm."""
     n, hosts, local = ranks.size, ranks.hosts, ranks.per_host
     ring = 2 * (n - 1) / n * nbytes
-    between = 2 * (hosts - 1) / hosts * nbytes
-    leaves = between if hosts > 1 else ring
+    leaves = 2 * (hosts - 1) / hosts * nbytes if hosts > 1 else ring
     crossing = tree_rounds(hosts) * local if hosts > 1 else tree_rounds(n)
     rounds = _rounds(ranks)
     return {
         "ring": (*_hops(ranks, 2 * (n - 1)), ring, ring),
         "tree": (*rounds, crossing * nbytes, tree_rounds(n) * nbytes),
         "double_tree": (2 * rounds[0], 2 * (rounds[1] if hosts == 1 else local - 1), leaves, ring),
-        "hierarchical": (2 * (hosts - 1), 2 * (local - 1), leaves, 2 * (local - 1) / local * nbytes + between / local),
     }
 
 

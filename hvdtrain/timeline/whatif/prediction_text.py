@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import fmean
 from typing import Any
 
-from hvdtrain.config.sync import AUTO_SYNC
 from hvdtrain.plan.held import Held, held
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.outer_exchange import RarePrediction
 from hvdtrain.timeline.whatif.predict import Prediction
-from hvdtrain.timeline.whatif.time_to_loss import Comparison
 from hvdtrain.timeline.wording import ms, nbytes
 
 VERSION = 1
@@ -109,7 +106,7 @@ def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> lis
         "",
         *(f"  {name:<{wide}}  {value}" for name, value in rows),
         "",
-        *(f"- {note}" for note in (*found.notes, f"{MORE_SAMPLES}; --sync {AUTO_SYNC} compares times to a loss")),
+        *(f"- {note}" for note in (*found.notes, MORE_SAMPLES)),
     ]
 
 
@@ -118,64 +115,12 @@ def rare_data(evidence: Evidence, change: Change, found: RarePrediction) -> dict
     return {**_head(evidence, change), **asdict(found), "job": _job_data(found.job)}
 
 
-def ways_data(evidence: Evidence, change: Change, found: Comparison) -> dict[str, Any]:
-    """Return a comparison of ways to exchange for programs, in seconds."""
-    return {**_head(evidence, change), **asdict(found)}
-
-
-def ways_lines(evidence: Evidence, change: Change, found: Comparison) -> list[str]:
-    """Return the text of a comparison of ways to exchange."""
-    header = ("exchange", "step", "samples", "time")
-    least = found.ways[0].time_s
-    rows = [header] + [
-        (way.name, _ms(way.step_s), f"{way.samples:.2f}", f"{way.time_s / least:.2f}") for way in found.ways
-    ]
-    wide = max(len(row[0]) for row in rows)
-    return [
-        f"{evidence.path}: {_job(evidence.job)}",
-        f"what if: {change_options(change)}: {found.workers} workers",
-        "",
-        *(f"  {name:<{wide}}  {step:>10}  {samples:>8}  {time:>6}" for name, step, samples, time in rows),
-        "",
-        *proposal(found),
-        "",
-        "- samples, time: to one loss, over an exchange in each step, and over the best",
-        *(f"- {note}" for note in found.notes),
-    ]
-
-
-def proposal(found: Comparison) -> list[str]:
-    """Return what to use, and why."""
-    best, usual = found.best, found.usual
-    if best is usual:
-        return [f"use an exchange in each step: no other reaches a loss sooner beyond doubt; {best.options}"]
-    low, share, high = (each / usual.time_s for each in (best.low_s, best.time_s, best.high_s))
-    return [
-        f"to one loss it takes {share:.2f} [{low:.2f} .. {high:.2f}] of the time with {usual.options}:",
-        f"  {best.options}",
-    ]
-
-
 def change_options(change: Change) -> str:
     """Return the options that describe the change."""
     return " ".join(
         f"--{name} {value:g}" if isinstance(value, float) else f"--{name} {value}"
         for name, value in _given(change).items()
     )
-
-
-def comparison_lines(
-    found: Sequence[Prediction], unchanged_s: Sequence[float], measured_s: Sequence[float]
-) -> list[str]:
-    """Compare measured steps of a trial with the predictions from each run of the unchanged job."""
-    predicted_s = fmean(prediction.then.step_s for prediction in found)
-    mean_s = fmean(measured_s)
-    low_s, high_s = min(p.low_s for p in found), max(p.high_s for p in found)
-    return [
-        f"measured on this machine: unchanged {_range(unchanged_s)}, changed {_range(measured_s)}",
-        f"predicted from unchanged runs {_ms(predicted_s)}, measured {_ms(mean_s)}: {predicted_s / mean_s - 1:+.1%},"
-        f" {'inside' if low_s <= mean_s <= high_s else 'outside'} [{ms(low_s * 1e3)} .. {ms(high_s * 1e3)} ms]",
-    ]
 
 
 def _head(evidence: Evidence, change: Change) -> dict[str, Any]:
@@ -219,7 +164,3 @@ def memory_text(each: Held) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{ms(seconds * 1e3)} ms"
-
-
-def _range(seconds: Sequence[float]) -> str:
-    return f"{_ms(min(seconds))} to {_ms(max(seconds))}" if len(seconds) > 1 else _ms(seconds[0])

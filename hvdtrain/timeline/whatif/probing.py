@@ -108,8 +108,7 @@ def _measure(
                 raise LaunchError(
                     "the cost of coding cannot be measured on this machine",
                     found=output.strip().splitlines()[-1] if output.strip() else f"exit code {process.returncode}",
-                    next_step="run the command where the run was trained (it needs torch), or leave out --probe and"
-                    " --check",
+                    next_step="run the command where the run was trained (it needs torch), or leave out --probe",
                 )
         found = [[CodingCost(**cost) for cost in json.loads(answer.read_text())] for answer in answers]
     return [CodingCost.combine(costs, fmean) for costs in zip(*found, strict=True)]

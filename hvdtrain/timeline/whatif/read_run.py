@@ -29,7 +29,6 @@ from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_
 from hvdtrain.timeline.whatif.fitting import fit_link
 from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.predict import wait_and_wire
-from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 from hvdtrain.timeline.wording import nbytes
 
 VERSION = 1
@@ -148,9 +147,7 @@ def _read(
     )
     cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
     cpu_s = None if cpu_us is None else cpu_us * 1e-6
-    among_all = plan.engine_and_shard == ("horovod", "none") and not plan.dimensions
-    traced = read_allreduces(path) if among_all else []
-    fitted = fit_link(evidence, start.link if start else (), traced, cpu_s, wait_and_wire)
+    fitted = fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire)
     return replace(evidence, fitted=fitted)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
 from hvdtrain.errors import TaskError
-from hvdtrain.observe.histograms import Histograms
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.training.callbacks.base import Training
@@ -87,10 +86,9 @@ class Trainer:
     balance: Balance | None = None  # divides the global batch by the speed of ranks; None for equal shares
 
     def __post_init__(self) -> None:
-        """Make the histograms."""
+        """Keep what each step uses."""
         self._worker, self._callbacks = self.current.worker, self.current.worker.callbacks
         self._state = self._worker.state
-        self._histograms = Histograms(self.current.recorder.warn)
 
     def run(self, signals: PendingSignals) -> str:
         """Train; return why training ended. Collective: yes.
@@ -291,19 +289,9 @@ class Trainer:
         }
         self._worker.last_record = record
         self.current.recorder.step(record)
-        self._show_histograms()
         self._callbacks.on_step(record)
         self.on_step(record)  # may clear gradients
 
     def _show_memory(self) -> None:
         found = memory_by_kind(self._worker.device, self._state.model, self.stepper.engine)
         self.current.recorder.event({"event": "memory", "at_step": self._state.progress.step, **found})
-
-    def _show_histograms(self) -> None:
-        every, step = self.current.run.config.observe.histograms_every, self._state.progress.step
-        divided = self.stepper.engine.uniform_passes  # rank 0 has no whole tensor
-        if every and step % every == 0 and self.current.comm.rank == 0 and not divided:
-            self.stepper.engine.complete()
-            self.current.recorder.show(
-                {"event": "histograms", "at_step": step, **self._histograms.summaries(self._state.model)}
-            )

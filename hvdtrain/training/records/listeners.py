@@ -146,10 +146,6 @@ class TorchProfile(Listener):
         elif self._profile is None and step in self.window:
             self._begin(step)
 
-    def record(self, window: Window) -> None:
-        """Profile another window, which begins later; a profile in progress ends with it."""
-        self.window = window
-
     def enter(self, name: str) -> None:
         """Open a range of torch.profiler for a span."""
         opened = torch.profiler.record_function(name)

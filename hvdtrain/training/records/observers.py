@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -24,7 +23,6 @@ from hvdtrain.loading import load
 from hvdtrain.observe.clocks import AT_START, Clocks
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.host_load import ASIDE, HostLoad
-from hvdtrain.observe.live_window import LiveWindow, Requests
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
 from hvdtrain.observe.sinks import Background, Recorder, sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
@@ -49,7 +47,7 @@ _FIRST_STEPS = 20  # steps of each start with written spans, under ``--observe.t
 _LINK_S, _NETWORK_S = 0.08, 0.5  # time limit for measuring the link at each start, in seconds
 
 
-def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) -> HorovodTimeline | None:
+def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) -> None:
     """Add what needs no model: sinks, TensorBoard, the machine's monitor, Horovod's Timeline. Collective: yes.
 
     Only a new recorder gets sinks; one of an earlier round has them.
@@ -63,7 +61,7 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
         if observe.watch_every_s and observe.timeline != "off":
             folder, every_s = current.layout.folder, observe.watch_every_s
             recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event, recorder.show))
-    return add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
+    add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
 
 
 def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
@@ -108,26 +106,23 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     return start, stamps
 
 
-_EXPORTERS = {"prometheus": "prometheus_client", "otlp": "opentelemetry.exporter.otlp.proto.http"}
-"""Modules of `observe` with a sink of `observe.metrics`, which are their option and their extra, and their library."""
-
-
-def _add_exporter(current: Round, name: str, to: Any) -> None:
-    """Add such a sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
+def _add_prometheus(current: Round, to: int | str) -> None:
+    """Add its sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
 
     def add() -> None:
-        import_library(_EXPORTERS[name], f"--observe.{name}", name)
-        module = import_module(f"hvdtrain.observe.{name}")
-        sink = module.open_sink(to, current.layout.folder.name, rank_label(current.worker.info))
-        current.recorder.add_sink(lambda: sink, name)
+        import_library("prometheus_client", "--observe.prometheus", "prometheus")
+        from hvdtrain.observe.prometheus import open_sink
 
-    on_rank_0(current.comm, add, name=f"sinks/{name}")
+        sink = open_sink(to, current.layout.folder.name, rank_label(current.worker.info))
+        current.recorder.add_sink(lambda: sink, "prometheus")
+
+    on_rank_0(current.comm, add, name="sinks/prometheus")
 
 
 def _add_sinks(current: Round, given: Sequence[Any]) -> None:
     """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard. Collective: yes.
 
-    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_exporter`.
+    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_prometheus`.
     """
     wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
     named = current.run.config.observe.sinks
@@ -149,9 +144,8 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         round_steps = 1 if (outer := outer_plan(config)) is None else outer.every
         make = partial(Promise, *due, recorder.say, recorder.event, round_steps=round_steps)
         recorder.add_sink(make, "promise")
-    for option in _EXPORTERS:
-        if (to := getattr(config.observe, option)) is not None:
-            _add_exporter(current, option, to)
+    if (to := config.observe.prometheus) is not None:
+        _add_prometheus(current, to)
     if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
         return
     if is_installed():
@@ -190,11 +184,10 @@ def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, st
     spans.listeners.append(DeviceSpans(spans))
 
 
-def add_traces(current: Round, horovod: HorovodTimeline | None, start: int) -> LiveWindow:
+def add_traces(current: Round, start: int) -> None:
     """Trace the steps that the options ask for: this rank's spans, and torch.profiler.
 
-    `start` is the number of this start of the run. Returns what opens windows of all these traces, and of `horovod`,
-    while the run continues.
+    `start` is the number of this start of the run.
     """
     observe, recorder, spans, comm = current.run.config.observe, current.recorder, current.spans, current.comm
     folder, started_at = current.layout.timeline.folder, current.worker.state.progress.step
@@ -202,22 +195,10 @@ def add_traces(current: Round, horovod: HorovodTimeline | None, start: int) -> L
         window = Window(started_at + 1, started_at + _FIRST_STEPS)
     else:
         window = parse_window(observe.timeline, "observe.timeline", AUTO)
-    recordings: list[SpanTrace | HorovodTimeline] = [horovod] if horovod is not None else []
-    lacks = "" if horovod is not None else "Horovod's Timeline (the run's first lines, or hvdtrain doctor, say why)"
     if observe.timeline != "off":
-        trace = SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn, start)
-        recorder.add_watcher(trace)
-        recordings.append(trace)
-    else:
-        lacks = "spans and Horovod's Timeline (--observe.timeline off)"
+        recorder.add_watcher(SpanTrace(spans, folder, comm.rank, socket.gethostname(), window, recorder.warn, start))
     profile = parse_window(observe.profile, "observe.profile")
     for option, asked in (("timeline", window), ("profile", profile)):
         if asked and started_at < current.stop < asked.first:
             recorder.warn(f"--observe.{option} begins at step {asked.first}, but the run ends at step {current.stop}")
-    profiler = TorchProfile(spans, folder, comm.rank, profile, recorder.warn)
-    recorder.add_watcher(profiler)
-    requests = Requests(folder) if comm.rank == 0 else None
-    records = [recording.record for recording in recordings]
-    live = LiveWindow(folder, requests, records, profiler.record, lacks, recorder.say)
-    recorder.add_watcher(live)  # the last watcher: the others have written when it is closed
-    return live
+    recorder.add_watcher(TorchProfile(spans, folder, comm.rank, profile, recorder.warn))

@@ -13,7 +13,6 @@ from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
 from hvdtrain.engine.sequence import divide_sequences
-from hvdtrain.observe.live_window import LiveWindow
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
 from hvdtrain.state.buddies import Buddies
@@ -98,10 +97,10 @@ def engine_of_worker(worker: WorkerState, comm: Comm, spans: Spans | None = None
     return engine
 
 
-def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: EnergyUse) -> Trainer:
+def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     """Make the trainer of a round, after the state of the run is restored.
 
-    `live` opens windows of traces; `energy` measures the energy of the round.
+    `energy` measures the energy of the round.
     """
     worker, comm, recorder, spans = current.worker, current.comm, current.recorder, current.spans
     config, train, task, device = current.run.config, current.run.config.train, worker.task, worker.device
@@ -138,8 +137,6 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         by_device=device.type == "cuda" and offload == "none" and takes_scale(worker.state.optimizer),
     )
     uniform = engine.uniform_passes
-    if uniform and config.observe.histograms_every:
-        recorder.warn("no histograms: no rank has whole parameters (--observe.histograms_every 0 turns this line off)")
     if offload != "none" and device.type == "cpu":
         recorder.warn(f"--memory.offload {offload} saves nothing on CPUs: their memory is the host's")
     if train.tf32 == "on" and device.type == "cpu":
@@ -181,7 +178,7 @@ def build_trainer(current: Round, engine: Engine, live: LiveWindow, energy: Ener
         facts = read_host(worker.info.variables)
         trial = CompressionTrial(engine.sums, comm, device, facts, batch, recorder.event, recorder.say)
     balance = make_balance(current, feed)
-    parts: list[StepSums] = [live, drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
+    parts: list[StepSums] = [drift, ClaimWatch(current.claim, comm), worker.callbacks, energy]
     parts += [balance] if balance is not None else []
     return Trainer(
         current=current,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hvdtrain.doctor.facts.machine import Interface, Limits
 from hvdtrain.doctor.hosts.host_probe import Attempt, HostReport
-from hvdtrain.doctor.hosts.survey import Offset, Survey
+from hvdtrain.doctor.hosts.survey import Survey
 from hvdtrain.runtime.host import HostFacts
 
 A = HostReport(
@@ -34,7 +34,6 @@ WELL = Survey(
     writer="a",
     facts={"a": A, "b": B},
     addresses={"a": "10.0.0.1", "b": "10.0.0.2"},
-    offsets={"a": Offset(0.0, 1e-4), "b": Offset(1e-5, 2e-4)},
     attempts={"a": {"b": Attempt("", "eth0", 1500)}, "b": {"a": Attempt("", "eth0", 1500)}},
     sees_file={"a": True, "b": True},
 )

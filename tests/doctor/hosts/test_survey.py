@@ -1,4 +1,4 @@
-"""Hosts that are asked by a program in the place of ssh: wrong clocks, silence, noise."""
+"""Hosts that are asked by a program in the place of ssh: silence, noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.launch.spec import JobSpec
 from tests.support.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
-FAKE = ROOT / "tests/support/skewed_ssh.py"
+FAKE = ROOT / "tests/support/fake_ssh.py"
 FOR_EVER = """
 import sys
 from hvdtrain.__main__ import main
@@ -54,14 +54,9 @@ def found_of(tmp_path: Path, *hosts: str, folder: str = "", environment: dict[st
             return open_hosts.survey()
 
 
-def test_a_wrong_clock_is_reported_with_its_offset_and_noise_of_login_scripts_is_ignored(tmp_path: Path) -> None:
-    found = found_of(tmp_path, "plus400", "minus2", "noisy")
-    assert not found.lost and found.facts.keys() == {"plus400", "minus2", "noisy"}
-    for host, seconds in (("plus400", 400), ("minus2", -2), ("noisy", 0)):
-        offset = found.offsets[host]
-        assert abs(offset.ahead_s - seconds) <= offset.error_s
-    (clocks,) = [finding for finding in examine(found) if finding.name == "clocks"]
-    assert clocks.level == "warning" and "ahead of minus2" in clocks.found and "munge" in clocks.why
+def test_noise_of_login_scripts_is_ignored(tmp_path: Path) -> None:
+    found = found_of(tmp_path, "here", "noisy")
+    assert not found.lost and found.facts.keys() == {"here", "noisy"}
 
 
 def test_a_host_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,4 @@ MUTATIONS: Table = {
             "for host, facts in survey.facts.items()}",
         ),
     },
-    ("doctor/hosts/survey.py", "tests/doctor/hosts/test_clock_offset.py"): {
-        "the time of the question counts as an offset of the clocks": (
-            "Offset((there - (sent + came) / 2) * 1e-9,",
-            "Offset((there - sent) * 1e-9,",
-        ),
-    },
 }

@@ -100,22 +100,10 @@ MUTATIONS: Table = {
             "",
         ),
     },
-    ("launch/slurm_task.py", "tests/launch/test_rendezvous.py"): {
-        "the copies of a store on other nodes wait for a first batch that never comes": (
-            'f"{BATCH}{next(self._numbers)}"',
-            'f"{BATCH}{next(self._numbers) + 1}"',
-        ),
-    },
     ("launch/own_task.py", "tests/cli/test_launch_program.py"): {
         "a program that a forwarded signal ended counts as failed": (
             "elif received and code == 128 + received[-1]:",
             "elif received and code == -received[-1]:",
-        ),
-    },
-    ("launch/targets/mpijob.py", "tests/launch/test_pods.py"): {
-        "a volume of a pod keeps its old source beside the new one": (
-            "result[one[key]] = _merged({} if is_new_source else before, one,",
-            "result[one[key]] = _merged(before, one,",
         ),
     },
     ("launch/rendezvous.py", "tests/launch/test_rendezvous.py"): {
@@ -134,12 +122,6 @@ MUTATIONS: Table = {
         "a profile with a host name in capitals fits no host": (
             "fnmatchcase(name, pattern.lower())",
             "fnmatchcase(name, pattern)",
-        ),
-    },
-    ("launch/slurm_task.py", "tests/launch/test_slurm_task.py"): {
-        "ranks with one local rank are not numbered in a row where nodes have unlike counts": (
-            '"cross_rank": sum(count > info.local_rank for count in per_node[:node]),',
-            '"cross_rank": node,',
         ),
     },
     ("launch/worker_process.py", "tests/launch/test_job.py"): {

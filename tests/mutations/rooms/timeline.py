@@ -32,12 +32,6 @@ MUTATIONS: Table = {
             "                found.clear()\n",
         ),
     },
-    ("timeline/whatif/traced_allreduces.py", "tests/timeline/whatif/test_read_run.py"): {
-        "the wait for late ranks counts as time on the link": (
-            'elif name.endswith(_OPERATION) and not name.startswith("NEGOTIATE"):',
-            "elif name.endswith(_OPERATION):",
-        ),
-    },
     ("timeline/analysis/budget.py", "tests/timeline/analysis/test_budget.py"): {
         "a Timeline of another clock divides the exposed exchange": (
             "if phases.length(cut[OTHER_EXCHANGE]) > 0.95 * waiting.sum():",

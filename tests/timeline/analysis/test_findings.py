@@ -386,7 +386,13 @@ PLAIN = {"compression": "none"}
         (6.0, "", [], {**PLAIN, "engine": "ddp"}, ["--parallel.compression bf16", "--parallel.bucket_mib 8"]),
         (6.0, "", [], {**PLAIN, "shard": "optimizer"}, ["--parallel.compression bf16", "--parallel.bucket_mib 8"]),
         (20.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2"]),
-        (200.0, "", [], COMPRESSED, ["--parallel.bucket_mib 2", "--sync auto"]),  # an exchange is most of a step
+        (
+            200.0,
+            "",
+            [],
+            COMPRESSED,
+            ["--parallel.bucket_mib 2", "--sync diloco:32", "--workers 2"],
+        ),  # an exchange is most of a step
         (200.0, "", [], {**COMPRESSED, "sync": "diloco:8"}, ["--parallel.bucket_mib 2"]),
         (200.0, "", [], {**COMPRESSED, "engine": "ddp"}, ["--parallel.bucket_mib 2"]),
     ],
@@ -396,7 +402,7 @@ def test_an_exposed_exchange_is_reported_with_what_the_run_lacks_and_its_engine_
 ) -> None:
     finding = _exposed(exchange_ms, phase=phase, spans=[_spans(*buckets)] if buckets else [], **options)
     assert finding.cost_ms == pytest.approx(exchange_ms, rel=0.05)
-    assert re.findall(r"--[\w.]+ [\w.]+", finding.advice) == advised
+    assert re.findall(r"--[\w.]+ [\w.:]+", finding.advice) == advised
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hvdtrain.__main__ import main
 from hvdtrain.timeline.analysis.analysis import Analysis
 from hvdtrain.timeline.report.page import headline, to_html
 from tests.support.analyses import HOSTILE, analysis, empty, hostile
 from tests.support.browser import browser, severe, until
-from tests.support.journals import FakeRun
 
 pytestmark = pytest.mark.slow
 
@@ -166,19 +164,3 @@ def test_a_flag_is_copied(chromium: WebDriver, tmp_path: Path) -> None:
     chromium.find_element("css selector", ".copy").click()
     said = "return document.getElementById('said').textContent"
     assert until(chromium, lambda: run(chromium, said)) == "copied --parallel.compression powersgd:4"
-
-
-def test_runs_are_compared(chromium: WebDriver, tmp_path: Path) -> None:
-    runs = [
-        FakeRun(tmp_path / name, data={"text": name + HOSTILE}).start([loss] * 200)
-        for name, loss in (("a", 1.0), ("b", 2.0))
-    ]
-    written = tmp_path / "compared.html"
-    assert main(["compare", *(str(each.folder) for each in runs), "--html", str(written)]) == 0
-    show(chromium, written.read_text(), tmp_path, width=390)
-    assert HOSTILE in run(chromium, "return document.body.innerText")
-    heights = "return [...document.querySelectorAll('polyline')].map(line => line.getBoundingClientRect().top)"
-    assert len(set(run(chromium, heights))) == 4  # two plots of two curves
-    assert run(chromium, CONTRAST) == []
-    assert run(chromium, "return document.documentElement.scrollWidth") <= 390
-    assert severe(chromium) == []

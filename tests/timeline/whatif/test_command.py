@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hvdtrain.cli.timeline import main
 from hvdtrain.compression.coding_cost import CodingCost
 from hvdtrain.compression.coding_probe import main as probe
 from hvdtrain.compression.table import parse
-from hvdtrain.task import base
 from hvdtrain.timeline.whatif import probing
 from hvdtrain.timeline.whatif.evidence import Change, changed_job
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from hvdtrain.timeline.whatif.trying import reasons_against, trial_command, trial_options
 from tests.support.launch import ROOT, run, train
 from tests.support.whatif_run import PARTS, run_folder
 
@@ -61,7 +58,6 @@ def test_another_engine_is_predicted_with_its_memory(tmp_path: Path, capsys: pyt
         (["--engine", "ddp", "--compression", "topk"], 1, "--parallel.compression topk"),
         (["--engine", "star"], 2, "invalid choice"),
         (["--compression", "zip"], 1, "invalid compression 'zip'"),
-        (["--bandwidth_gbit", "1", "--check"], 1, "--bandwidth_gbit: needs other hosts"),
         (["--size", "many"], 2, "invalid int value"),
     ],
 )
@@ -74,22 +70,6 @@ def test_the_fault_is_reported(
     except SystemExit as ended:
         assert ended.code == code
     assert said in capsys.readouterr().err
-
-
-def test_what_cannot_be_tried_here_is_known_before(pair: Path, tmp_path: Path) -> None:
-    reasons = reasons_against(read_evidence(pair), Change(latency_us=5.0, data_ms=0.0, algorithm="ring"))
-    assert len(reasons) == 5, "three options, and two jobs on two hosts"
-    here = read_evidence(run_folder(tmp_path / "here", cores=2))
-    assert reasons_against(here, Change(size=2, compression="int8", bucket_mib=1.0, slow_rank_percent=10.0)) == []
-    assert reasons_against(here, Change(size=3, ranks_per_host=3)) != []
-
-
-def test_a_try_is_an_argument_list(tmp_path: Path) -> None:
-    found = trial_command(tmp_path / "a run", tmp_path / "try", 2, ["--parallel.compression=int8"])
-    assert found[1:6] == ["-m", "hvdtrain.cli.start", "-np", "2", "--"]
-    assert str(tmp_path / "a run" / "config.yaml") in found
-    assert found[-1] == "--parallel.compression=int8"
-    assert trial_command(tmp_path, tmp_path / "try", 1, [])[1:4] == ["-m", "hvdtrain", "--config"]
 
 
 def test_costs_are_measured_once_and_kept(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +111,7 @@ def test_a_probe_answers_what_it_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_run_unchanged_takes_what_it_took_and_a_change_can_be_tried(tmp_path: Path) -> None:
+def test_a_real_run_unchanged_takes_what_it_took(tmp_path: Path) -> None:
     path = tmp_path / "run"
     train(*TOY, f"--run_dir={path}", "--train.steps=30", "--observe.tensorboard=false", cwd=tmp_path)
     unchanged = run(["-m", "hvdtrain", "timeline", "whatif", str(path), "--json"], cwd=tmp_path)
@@ -139,26 +119,3 @@ def test_a_real_run_unchanged_takes_what_it_took_and_a_change_can_be_tried(tmp_p
     evidence = read_evidence(path)
     assert found["then"]["step_s"] == pytest.approx(evidence.step_s)
     assert [g.name for g in evidence.gradients if g.ready_s is None] == ["idle.weight", "idle.bias"]
-    tried = run(
-        ["-m", "hvdtrain", "timeline", "whatif", str(path), "--compression", "fp16", "--check", "--json"], cwd=tmp_path
-    )
-    check = json.loads(tried.stdout)["check"]
-    assert [len(check[name]) for name in ("unchanged_s", "changed_s", "predicted_s")] == [2, 2, 2]
-    assert all(seconds > 0 for name in check for seconds in check[name])
-
-
-def test_a_try_of_an_engine_names_its_shard_and_that_of_a_slow_rank_has_a_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = run_folder(tmp_path / "run", options={"parallel": {"shard": "gradients"}}, passes=2)
-    config = path / "config.yaml"
-    config.write_text(config.read_text().replace("language_model", f"{ROOT / 'tests/support/toy.py'}:toy"))
-    asked = Change(engine="ddp", slow_rank_percent=10.0)
-    *options, task = trial_options(read_evidence(path), asked, tmp_path)
-    assert options == ["--parallel.engine=ddp", "--parallel.shard=none"]
-    slept: list[float] = []
-    monkeypatch.setattr(base.time, "sleep", slept.append)
-    slow = base.load_task_function(task.removeprefix("--task="))(hidden=8)
-    for training in (True, False):
-        slow.loss(slow.model.train(training), (torch.zeros(2, 6), torch.zeros(2)))
-    assert slept == pytest.approx([0.1 * COMPUTED_S / 2]), "before the loss of each pass, in training alone"

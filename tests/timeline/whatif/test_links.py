@@ -105,7 +105,6 @@ def test_algorithms_of_many_ranks_by_hand() -> None:
 
     assert seconds("ring") == pytest.approx(126 * 1e-4 + 2 * 63 / 64 * 1e-3)
     assert seconds("tree") == pytest.approx(3 * 1e-4 + 3 * ONE_HOST.hop_s + 3 * 8 * 1e-3)
-    assert seconds("hierarchical") == pytest.approx(14 * 1e-4 + 14 * ONE_HOST.hop_s + 2 * 7 / 8 * 1e-3)
     assert seconds("double_tree") == pytest.approx(6 * 1e-4 + 14 * ONE_HOST.hop_s + 2 * 7 / 8 * 1e-3)
     assert seconds("auto") == seconds("ring")
     by_nccl = dataclasses.replace(link, by_nccl=True)

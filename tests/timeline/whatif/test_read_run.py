@@ -13,7 +13,6 @@ from hvdtrain.errors import DataError
 from hvdtrain.plan.gradients import finished
 from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from hvdtrain.timeline.whatif.traced_allreduces import read_allreduces
 from tests.support.whatif_run import GBIT, PARTS, SHAPES, run_folder
 
 
@@ -132,39 +131,3 @@ def test_what_is_missing_or_damaged_is_named(
         (path / name).unlink() if content is None else (path / name).write_text(content)
     with pytest.raises(DataError, match=what):
         read_evidence(path)
-
-
-def _window(run: Path) -> None:
-    """Write a Timeline of two buckets, three times each, as Horovod writes it."""
-    events: list[dict[str, object]] = []
-    for tensor, (name, count, us) in enumerate((("allreduce.g/0", 1 << 20, 4000), ("allreduce.g/1", 1 << 18, 1000))):
-        events.append({"name": "process_name", "ph": "M", "pid": tensor, "args": {"name": name}})
-        for turn in range(3):
-            start = 100_000 * turn + 20_000 * tensor
-            end = start + us
-            events += [
-                {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": start - 9000, "pid": tensor},
-                {"ph": "E", "ts": start - 10, "pid": tensor},
-                {"ph": "B", "name": "ALLREDUCE", "ts": start - 5, "pid": tensor},
-                {"ph": "B", "name": "MPI_ALLREDUCE", "ts": start, "pid": tensor},
-                {"ph": "E", "ts": end, "pid": tensor},
-                {"ph": "E", "ts": end + 5, "pid": tensor, "args": {"dtype": "float32", "shape": f"[{count}]"}},
-            ]
-    file = run / "timeline" / "horovod-steps-10-20.json"
-    file.write_text(json.dumps(sorted(events, key=lambda event: event.get("ts", 0))))
-
-
-def test_the_newest_window_tells_without_what_was_waited_for_ranks(tmp_path: Path) -> None:
-    path = run_folder(tmp_path / "run", size=2, wait_ms=9.0)
-    assert read_allreduces(path) == []
-    _window(path)
-    assert read_allreduces(path) == [(1 << 20, 0.001), (1 << 22, 0.004)]
-    assert "Horovod's Timeline" in read_evidence(path).fitted.source
-    (path / "timeline" / "horovod-steps-30-40.json").write_text("no trace")
-    assert read_allreduces(path) == []
-
-
-def test_a_probe_is_believed_before_it(tmp_path: Path) -> None:
-    path = run_folder(tmp_path / "run", size=2, link=GBIT)
-    _window(path)
-    assert "probed" in read_evidence(path).fitted.source

@@ -1,12 +1,10 @@
-"""Which hosts slowed jobs; the commands `timeline hosts` and `watch`; the lines that a run prints about itself."""
+"""The command `timeline watch`; the lines that a run prints about itself."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,13 @@ from hvdtrain.cli.timeline import main
 from hvdtrain.observe.past_journal import JournalReader
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLine
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.slow_hosts import slow_hosts
-from hvdtrain.timeline.columns import Floats, StampedStart, StepTable
+from hvdtrain.timeline.columns import Floats
 from hvdtrain.timeline.report.terminal import changed, verdicts
 from hvdtrain.timeline.run import load
 from hvdtrain.timeline.run_files import RunFiles
 from hvdtrain.timeline.steps import StampReader
 from hvdtrain.training.records.verdict_watch import VerdictWatch
-from tests.support.journals import BEGIN_S, FakeRun
+from tests.support.journals import FakeRun
 from tests.support.step_tables import columns_of, noise, run_of, table_of
 
 HOSTS = ["n01", "n02", "n03", "n04"]
@@ -49,34 +46,6 @@ def _run(folder: Path, late_ms: float, *, end: str = "finished") -> Path:
     text = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     (folder / "timeline" / "steps.jsonl").write_bytes(text)
     return folder
-
-
-def test_hosts_and_gpus_are_named_over_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [_run(tmp_path / name, ms) for name, ms in (("a", 20.0), ("b", 0.0))]
-    racks = tmp_path / "racks.txt"
-    racks.write_text("n03 r1\nn04 r1\nn01 r2\n")
-    assert main(["hosts", *map(str, runs), "--groups", str(racks)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "hosts, by the device-hours that jobs waited for them:"
-    assert lines[1].startswith("n03 0.00") and "slow in 1 of 2 starts" in lines[1]
-    assert lines[3].startswith("GPU-n03 on n03 ") and lines[5].startswith("r1 ")
-    assert main(["hosts", *map(str, runs), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    first = found["hosts"][0]
-    assert first["name"] == "n03" and found["groups"] == []
-    assert first["slow_since"] == pytest.approx(BEGIN_S + 10, abs=1) and first["last_slow"] == first["last_seen"]
-
-
-def test_wrong_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, racks, missing = str(_run(tmp_path / "a", 0.0)), tmp_path / "racks", tmp_path / "none"
-    racks.write_text("n03\n")
-    for argv, code, said in (
-        ([str(tmp_path)], 1, "no step stamps"),
-        ([run, "--groups", str(racks)], 2, "line 1 of"),
-        ([run, "--groups", str(missing)], 2, f"{missing} cannot be read"),
-    ):
-        assert main(["hosts", *argv]) == code
-        assert said in capsys.readouterr().err
 
 
 def test_a_finished_run_is_watched_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,61 +174,3 @@ def test_expensive_findings_are_verdicts() -> None:
     table = table_of(np.full((2, 60), 100.0), exchange_ms=60.0)
     found = verdicts(analyse(run_of(table)))
     assert list(found) == ["exposed"] and "exposed communication takes" in found["exposed"]
-
-
-def _start(seed: int, late: dict[int, float], hosts: list[str], steps: int = 200) -> StepTable:
-    work = 100 + noise(np.random.default_rng(seed), (len(hosts), steps), "gaussian", 1.0)
-    for rank, ms in late.items():
-        work[rank] += ms
-    return replace(table_of(work), hosts=hosts, devices=[f"GPU-{host}" for host in hosts])
-
-
-def test_hosts_are_kept_over_starts_in_which_ranks_move() -> None:
-    starts = [
-        _start(0, {2: 20.0}, ["a", "b", "c", "d"]),
-        _start(1, {0: 20.0}, ["c", "a", "b", "d"]),
-        _start(2, {}, ["a", "b", "d", "e"]),
-        _start(3, {3: 10.0}, ["a", "b", "c", "d"]),
-        _start(4, {0: 50.0}, ["a", "b"], steps=5),  # too short to judge
-    ]
-    stamped = [StampedStart(start, epoch_s=1e9 * (1 + number)) for number, start in enumerate(starts)]
-    found = slow_hosts(stamped[::-1], {"c": "rack 1", "d": "rack 1", "a": "rack 2"})
-    first, second = found["hosts"][:2]
-    assert (first.name, first.slow_starts, first.starts) == ("c", 2, 3)
-    assert first.device_hours == pytest.approx(2 * 0.9 * 0.02 * 200 * 4 / 3600, rel=0.2)
-    assert (second.name, second.slow_starts, second.starts) == ("d", 1, 4)
-    assert [place.name for place in found["hosts"][2:]] == ["a", "b", "e"]
-    assert [place.name for place in found["devices"][:2]] == ["GPU-c", "GPU-d"] and found["devices"][0].host == "c"
-    assert [(place.name, place.slow_starts) for place in found["groups"]] == [("rack 1", 3), ("rack 2", 0)]
-    assert first.causes.most_common(1)[0][0] in ("forward", "backward")
-    assert 0 < first.device_hours_low < first.device_hours < first.device_hours_high < 2 * first.device_hours
-    assert first.device_hours_per_day == pytest.approx(4 * 24 * 0.02 / 0.121, rel=0.1)
-    assert (first.slow_now, first.slow_since) == (False, None) and second.slow_now
-    assert [place.last_seen for place in found["hosts"][:2]] == [stamped[3].time_s(-1), stamped[3].time_s(-1)]
-    assert (first.last_slow, second.last_slow) == (stamped[1].time_s(-1), stamped[3].time_s(-1))
-    (still, *_) = slow_hosts(stamped[:2], {})["hosts"]
-    assert still.slow_now and still.slow_since == pytest.approx(1e9 + 5e3, abs=5), "since the first of both"
-
-
-@pytest.mark.parametrize(("since", "until"), [(100, 200), (50, 120)])
-def test_a_host_is_slow_since_its_ranks_became_late(since: int, until: int) -> None:
-    work = 100 + noise(np.random.default_rng(0), (4, 200), "gaussian", 1.0)
-    work[2, since:until] += 20.0
-    start = StampedStart(replace(table_of(work), hosts=["a", "b", "c", "d"]), epoch_s=1e9)
-    earlier = StampedStart(_start(0, {2: 20.0}, ["a", "b", "c", "d"]), epoch_s=1e8)  # it was slow to its end
-    (first, *_) = slow_hosts([earlier, start], {})["hosts"]
-    assert (first.name, first.slow_now) == ("c", until == 200)
-    assert first.last_slow == pytest.approx(start.time_s(until - 1), abs=1)
-    assert first.slow_since == (pytest.approx(start.time_s(since), abs=1) if until == 200 else None)
-
-
-@pytest.mark.parametrize("balanced", [False, True])
-def test_a_host_with_fewer_micro_batches_is_judged_by_what_is_left(balanced: bool) -> None:
-    """It was slow until step 100; since then it has half of the micro-batches, and is later by less than one."""
-    work = 100 + noise(np.random.default_rng(0), (4, 200), "gaussian", 1.0)
-    work[2, :100] += 100.0
-    work[2, 100:] += 5.0
-    table = replace(table_of(work), hosts=["a", "b", "c", "d"])
-    event = {"event": "shares", "at_step": 100, "shares": [2, 2, 1, 2], "pass_s": [0.05, 0.05, 0.1, 0.05]}
-    (first, *_) = slow_hosts([StampedStart(table, [event] if balanced else [])], {})["hosts"]
-    assert (first.slow_starts, first.name) == ((0, "a") if balanced else (1, "c"))
