@@ -36,7 +36,7 @@ MUTATIONS: Table = {
         "dropout follows the rank's own random state": ("            seed()\n", ""),
         "each micro-batch is normalised by its own weight": (
             "scaler.scale(whole / self.nominal)",
-            "scaler.scale(loss / weight)",
+            "scaler.scale(whole / weight)",
         ),
     },
     ("training/loop/update.py", "tests/training/test_step.py", "tests/laws/test_laws.py"): {
