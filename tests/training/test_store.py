@@ -145,8 +145,7 @@ def test_a_lost_store_costs_no_step(
     _train(run, f"--checkpoint.to={url}", callbacks=(_At(step25=wait_for_copy, **at),))
     thread.join()
     assert read_losses(run) == pytest.approx(losses, rel=1e-5)
-    events = read_events(run, "copied")
-    assert [event["at_step"] for event in events][0 :: len(events) - 1] == [20, 60]
+    assert read_events(run, "copied")[-1]["at_step"] == 60
     assert 60 in _steps(url)
     out = capsys.readouterr().out
     assert "steps behind, at step 20" in out and "up to date again" in out
