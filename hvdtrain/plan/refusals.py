@@ -286,7 +286,6 @@ def _bits(plan: Plan) -> _Found:
             for dimension in _all_dimensions(plan)
         ),
         ("parallel.sync", plan.outer is not None, "workers that train apart do not sum gradients"),
-        ("train.micro_batch", plan.finds_micro_batch, "its size would follow from the memory of the ranks"),
         ("train.compile", plan.compiled, "compiled code depends on the shapes that a rank has seen"),
     ):
         if is_set:

@@ -35,8 +35,8 @@ MUTATIONS: Table = {
     ("training/loop/step.py", "tests/training/test_step.py", "tests/laws/test_laws.py"): {
         "dropout follows the rank's own random state": ("            seed()\n", ""),
         "each micro-batch is normalised by its own weight": (
-            "scaler.scale(loss / self.nominal)",
-            "scaler.scale(loss / weight)",
+            "scaler.scale(whole / self.nominal)",
+            "scaler.scale(whole / weight)",
         ),
     },
     ("training/loop/update.py", "tests/training/test_step.py", "tests/laws/test_laws.py"): {
