@@ -239,8 +239,10 @@ def _convert_error(error: ArgumentError, parser: ArgumentParser, argv: Sequence[
     wrong = re.match(r'Parser key "(?P<key>.+?)": Expected an? (?P<type>.+?)\. Got value: (?P<found>.*)', text)
     if wrong:
         expected = _in_words(wrong["type"])
-        quotes = "in a YAML file, put text into quotes: '10', 'true'" if expected == "text" else None
-        return ConfigError(f"invalid --{wrong['key']}", expected=expected, found=wrong["found"], next_step=quotes)
+        step = "in a YAML file, put text into quotes: '10', 'true'" if expected == "text" else None
+        if wrong["key"] == "train.micro_batch":
+            step = "hvdtrain fit --largest --gib GIB, with the options of the run, finds the largest one that fits"
+        return ConfigError(f"invalid --{wrong['key']}", expected=expected, found=wrong["found"], next_step=step)
     union = re.match(r'Parser key "([^"]+)": Does not .*? Subtypes: \[(.*?)\] Errors: .* Given value: (.*)', text)
     if union:
         expected = " or ".join(map(_in_words, re.findall(r"(?:typing\.)?Literal\[[^]]*\]|[^, ][^,]*", union[2])))

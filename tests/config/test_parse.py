@@ -150,6 +150,7 @@ def test_a_misspelt_option_names_the_nearest_and_the_file(given: str, near: str,
         ("--precision=fp8", "one of fp32, bf16, fp16, bf16-weights"),
         ("--train.eval_every=x", "a whole number or null"),
         ("--train.micro_batch=auto", "a whole number"),
+        ("--train.micro_batch=auto", "hvdtrain fit --largest"),
         ("--train.micro_batch=99", "1 to train.global_batch (16)"),
         ("--train.steps=0", "1 to 2^31 - 1"),
         ("--observe.stall_timeout_s=-1", "0 (never) or more"),
@@ -172,7 +173,9 @@ def test_a_wrong_value_names_the_expected_one(flags: str, expected: str) -> None
         name, _, value = flag.partition("=")
         with pytest.raises(ConfigError, match=name) as caught:
             parse_argv([flag], build)
-        assert expected in caught.value.expected and (value.strip(".") in str(caught.value) or "e+" in value)
+        assert expected in f"{caught.value.expected} {caught.value.next_step}" and (
+            value.strip(".") in str(caught.value) or "e+" in value
+        )
 
 
 @pytest.mark.parametrize(
