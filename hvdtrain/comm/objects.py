@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +27,13 @@ def broadcast_json(comm: Comm, value: Any, *, name: str, root: int = 0) -> Any:
 
 def allgather_json(comm: Comm, value: Any, *, name: str) -> list[Any]:
     """Return the values of all ranks, in rank order. Collective: yes."""
-    data = _bytes(value)
+    return [_value(part) for part in allgather_bytes(comm, _bytes(value), name=name)]
+
+
+def allgather_bytes(comm: Comm, data: torch.Tensor, *, name: str) -> Sequence[torch.Tensor]:
+    """Return the uint8 tensors of all ranks, in rank order; their lengths may differ. Collective: yes."""
     lengths = comm.allgather(torch.tensor([len(data)], dtype=torch.int64), name=f"{name}/length").wait().tolist()
-    return [_value(part) for part in torch.split(comm.allgather(data, name=name).wait(), lengths)]
+    return torch.split(comm.allgather(data, name=name).wait(), lengths)
 
 
 def on_rank_0(comm: Comm, action: Callable[[], T], *, name: str) -> T:

@@ -1,4 +1,4 @@
-"""The end of a run says where the time went; nothing that fails there fails the run."""
+"""The end of a run says where the time went, with the spans of all hosts; nothing that fails there fails the run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import hvdtrain
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.past_journal import is_finished
-from hvdtrain.observe.span_trace import SpanTrace
-from hvdtrain.run_layout import TimelineLayout
+from hvdtrain.observe.span_trace import SpanTrace, TraceFile
 from hvdtrain.timeline.analysis.analysis import figures
-from hvdtrain.training.records.run_report import wait_for_spans
+from hvdtrain.training.records.run_report import collect_spans, whole_lines
 from tests.support.journals import read_events
-from tests.support.thread_comm import on_ranks
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
 
@@ -102,12 +101,53 @@ def test_a_full_disk_costs_one_thing_not_the_run(what: str, tmp_path: Path, monk
     assert "no space left" in warning["text"]
 
 
-def test_spans_that_rank_0_does_not_see_are_a_warning(tmp_path: Path) -> None:
-    for rank, host in enumerate("aabb"):
-        path = TimelineLayout(tmp_path / host).spans(rank)
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
+def _span_file(folder: Path, rank: int, began: int, spans: int = 3) -> None:
+    head = {"name": "clock", "ph": "M", "pid": rank, "args": {"monotonic_us": began}}
+    file = TraceFile(folder / f"spans-rank-{rank}.json", [head])
+    file.append([{"name": "x", "ph": "X", "pid": rank, "tid": 0, "ts": n, "dur": 1} for n in range(spans)])
+    file.close()
+
+
+def _bring(tmp_path: Path, folders: list[str]) -> None:
+    def body(comm: ThreadComm) -> None:
+        collect_spans(comm, tmp_path / folders[comm.rank], pytest.fail)
+
+    on_ranks(len(folders), body)
+
+
+def test_files_that_rank_0_does_not_see_come_to_it_whole(tmp_path: Path) -> None:
+    _bring(tmp_path, ["a", "b"])
+    assert not (tmp_path / "a").exists(), "ranks without a file are no trouble"
+    for rank, folder in enumerate("aabb"):
+        _span_file(tmp_path / folder, rank, began=rank)
+    _bring(tmp_path, list("aabb"))
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [f"spans-rank-{rank}.json" for rank in range(4)]
+    for rank in (2, 3):
+        name = f"spans-rank-{rank}.json"
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    _bring(tmp_path, list("aabb"))  # what is there is not brought again
+    assert len(list((tmp_path / "a").iterdir())) == 4
+
+
+def test_a_file_of_an_earlier_start_is_no_substitute(tmp_path: Path) -> None:
+    _span_file(tmp_path / "a", 0, began=0)
+    _span_file(tmp_path / "a", 1, began=1)
+    _span_file(tmp_path / "b", 1, began=2)
+    _bring(tmp_path, ["a", "b"])
+    brought = json.loads((tmp_path / "a" / "spans-rank-1-1.json").read_text())
+    assert brought[0]["args"]["monotonic_us"] == 2
+
+
+def test_a_failed_write_is_reported(tmp_path: Path) -> None:
+    _span_file(tmp_path / "b", 1, began=5)
+    (tmp_path / "a").write_text("in the way")
     said: list[str] = []
-    on_ranks(5, lambda comm: wait_for_spans(comm, TimelineLayout(tmp_path / "aabbb"[comm.rank]), said.append))
-    (warning,) = said
-    assert "rank(s) 2, 3 are on other hosts" in warning and "hvdtrain timeline report" in warning
+    on_ranks(2, lambda comm: collect_spans(comm, tmp_path / ("a" if comm.rank == 0 else "b"), said.append))
+    assert len(said) == 1 and "stays on its host" in said[0]
+
+
+def test_cut_anywhere_lines_are_whole(tmp_path: Path) -> None:
+    _span_file(tmp_path, 0, began=0, spans=20)
+    content = (tmp_path / "spans-rank-0.json").read_bytes()
+    for most in range(100, len(content) + 2):
+        assert len(json.loads(whole_lines(content, most))) >= 1
