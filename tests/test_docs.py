@@ -79,9 +79,7 @@ def test_the_program_of_the_profiling_session_trains(tmp_path: Path) -> None:
     assert (tmp_path / "run/timeline/report.html").exists()
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/profiling.md", "docs/outputs.md", "docs/traces.md", "docs/whatif.md"]
-)
+@pytest.mark.parametrize("page", ["README.md", "docs/profiling.md", "docs/outputs.md", "docs/whatif.md"])
 def test_the_timeline_commands_it_shows_take_these_options(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = re.findall(r"hvdtrain timeline (\w+)([^\n#;`]*)", (ROOT / page).read_text())
     assert shown

@@ -71,7 +71,7 @@ def test_two_hosts_that_are_alike(hosts: TwoHosts, tmp_path: Path) -> None:
     found = checks(said)
     assert said["level"] == "ok", said
     assert found["hosts"]["found"] == "a, b"
-    assert {"hvdtrain", "python", "torch", "horovod", "libmpi", "mpirun", "cores", "clocks"} <= found.keys()
+    assert {"hvdtrain", "python", "torch", "horovod", "libmpi", "mpirun", "cores"} <= found.keys()
     assert found["folder"]["found"] == f"{tmp_path}, shared" and not list(tmp_path.iterdir())
     assert found["connections"]["found"].startswith("each host reaches all others (2 connections)")
     assert (found["interface"]["found"], found["mtu"]["found"]) == (LINK, "1500")
