@@ -43,7 +43,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "docs" / "page.md").write_text("It is a page. " * 2000)
     (tmp_path / "spiral.py").write_text(SPIRAL)
     (tmp_path / "mine.py").write_text(CALLBACK)
-    (tmp_path / "run.yaml").write_text("model: {preset: tiny}\n")
+    for name in ("run.yaml", "short.yaml"):
+        (tmp_path / name).write_text("model: {preset: tiny}\n")
     return tmp_path
 
 

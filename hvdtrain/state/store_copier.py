@@ -172,9 +172,9 @@ class StoreCopier:
                 return
         if path is None:
             return
+        self._stored.upload_records(self._layout)  # first: a complete checkpoint has the journal of its steps
         size_bytes = 0 if is_there else self._stored.upload(path, self._check_open)
         self._copied_step = _step(path)
-        self._stored.upload_records(self._layout)
         self._stored.remove_old(self._keep, path.name)
         seconds = time.monotonic() - began
         facts = {"at_step": _step(path), "path": path.name, "to": self._url, "bytes": size_bytes, "seconds": seconds}
