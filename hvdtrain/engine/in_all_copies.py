@@ -64,9 +64,11 @@ class InAllCopies(Sums):
 
     def unused(self) -> list[bool]:
         """Return for each parameter whether it has no gradient."""
-        used = self._leaves.used if self._leaves is not None else ()
-        named = zip(self.reducer.unused(), self.reducer.named, strict=True)
-        return [unused and name not in used for unused, (name, _) in named]
+        unused = self.reducer.unused()
+        if self._leaves is None:
+            return unused
+        used = self._leaves.used
+        return [each and name not in used for each, (name, _) in zip(unused, self.reducer.named, strict=True)]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the sums."""

@@ -1,4 +1,4 @@
-"""In the place of ``ssh``: runs what is asked for on this host.
+"""A stand-in for ``ssh``: it runs the command on this host.
 
 The host's name says how: ``mute`` says nothing and stays; ``noisy`` greets on stdout, as login scripts do.
 """

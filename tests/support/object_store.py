@@ -1,4 +1,4 @@
-"""A real S3 server on this machine: SeaweedFS, with two users, of whom one may only read."""
+"""A real S3 server on this machine: SeaweedFS, with two users. One may only read."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class S3Server:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports of which that 10,000 above is free, too: the server talks to itself there."""
+    """Free ports. The port 10,000 above each is free, too: the server talks to itself there."""
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(20_000, 32_000)  # below those that the kernel gives to clients

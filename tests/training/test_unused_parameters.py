@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvdtrain.engine.make import make_engine
@@ -15,6 +17,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.step import Stepper
+from hvdtrain.training.loop.unused_parameters import count_users, used_by_nobody
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 CPU = torch.device("cpu")
@@ -106,3 +109,14 @@ def test_with_error_feedback_they_change_only_by_a_residual(options: dict[str, A
         assert torch.equal(found["never.bias"], before["never.bias"])
         assert not torch.equal(found["never.weight"], before["never.weight"])
         assert all(torch.equal(found[name], results[0][name]) for name in found)
+
+
+@given(st.integers(1, 3000), st.data())
+def test_counts_over_any_number_of_ranks(ranks: int, data: st.DataObject) -> None:
+    """A sum in float64 over all ranks, as a step makes it."""
+    length = data.draw(st.integers(0, 60))
+    several = [data.draw(st.lists(st.booleans(), min_size=length, max_size=length)) for _ in range(min(ranks, 3))]
+    unused = several + [several[-1]] * (ranks - len(several))
+    sums = torch.tensor([count_users(tuple(each), ranks) for each in unused], dtype=torch.float64).sum(0).tolist()
+    expected = [number for number in range(length) if all(each[number] for each in several)]
+    assert used_by_nobody([round(each) for each in sums], unused[0], ranks) == expected

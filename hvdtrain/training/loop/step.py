@@ -19,6 +19,7 @@ from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.step_part import StepPart
+from hvdtrain.training.loop.unused_parameters import count_users
 from hvdtrain.training.loop.update import StepResult, Update
 
 
@@ -59,6 +60,7 @@ class Stepper:
             self.engine,
             self.precision.scaler,
             self.device,
+            self.comm.size,
             self.nominal,
             self.clip,
             self.by_device,
@@ -118,7 +120,7 @@ class Stepper:
         for part in having["start"]:
             part.start()
         unused = tuple(engine.unused())
-        integers = [*values, *(not each for each in unused)]
+        integers = [*values, *count_users(unused, self.comm.size)]
         if positions is None:
             totals = self._totals(losses, weights, integers)
         else:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.host_copy import HostCopy
+from hvdtrain.training.loop.unused_parameters import begin_momentum, used_by_nobody
 
 _COUNT = 5
 """Numbers that decide on a step: see `Update._read`."""
@@ -38,6 +39,7 @@ class Update:
     engine: Engine
     scaler: torch.amp.GradScaler  # torch's GradScaler
     device: torch.device
+    ranks: int  # that sum
     nominal: float  # weight of the global batch by which backward has divided the losses
     clip: float  # largest norm of the gradient; 0 for no limit
     by_device: bool  # see `Stepper`
@@ -45,7 +47,7 @@ class Update:
     _numbers: Tensor | list[float] = field(init=False)
     _copy: HostCopy = field(init=False)
     _count: int = field(default=0, init=False)  # of the caller's integers
-    _users: Sequence[float] = field(default=(), init=False)  # ranks that have used each parameter
+    _users: list[int] = field(default_factory=list, init=False)  # the sums of `count_users`
     _result: StepResult | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class Update:
 
         Args:
             gradients: of this rank's optimizer.
-            totals: summed over ranks, on the device: loss, weight, `count` integers, then the users of each parameter.
+            totals: summed over ranks, on the device: loss, weight, `count` integers, then those of `count_users`.
             unused: as of `Engine.unused`.
             count: number of the caller's integers.
         """
@@ -73,7 +75,7 @@ class Update:
         if not self.by_device:
             self._scale(gradients, self._result)
         if any(unused):
-            self.engine.leave_out([n for n, mine in enumerate(unused) if mine and not self._users[n]])
+            self.engine.leave_out(used_by_nobody(self._users, unused, self.ranks))
 
     def apply(self) -> None:
         """Update the parameters, unless the step is skipped."""
@@ -92,7 +94,7 @@ class Update:
         return {p for group in self.engine.optimizer.param_groups for p in group["params"] if p.grad is not None}
 
     def _read(self, gradients: list[Tensor], totals: Tensor) -> Tensor | list[float]:
-        """Unscale the gradients; return all that decides on the step: `_COUNT` numbers, then the other sums.
+        """Unscale the gradients; return all that decides on the step: `_COUNT` numbers, then the summed integers.
 
         They are the loss scales of this and the next step, the norm of the gradients, the sums of losses and weights.
         Where all are on the host, they are read at once.
@@ -122,9 +124,9 @@ class Update:
         loss = loss_sum / weight if weight > 0 else math.nan
         grad_norm = norm * (self.nominal / weight) if weight > 0 else math.nan
         applied = math.isfinite(grad_norm) and math.isfinite(loss)
-        end = _COUNT + self._count
-        self._users = numbers[end:]
-        return StepResult(loss, weight, grad_norm, applied, [*map(round, numbers[_COUNT:end])], scale, next_scale)
+        sums = [*map(round, numbers[_COUNT:])]
+        self._users = sums[self._count :]
+        return StepResult(loss, weight, grad_norm, applied, sums[: self._count], scale, next_scale)
 
     def _scale(self, gradients: list[Tensor], result: StepResult) -> None:
         """Scale gradients to those of the mean over the actual weight, clipped."""
@@ -155,20 +157,6 @@ class Update:
             self.engine.step()
         finally:
             del optimizer.found_inf, optimizer.grad_scale
-
-
-def begin_momentum(optimizer: Optimizer) -> None:
-    """Give parameters that torch's fused SGD updates for the first time a momentum of zero, if others have one.
-
-    Its kernel takes the momentum of all or of none, and fails otherwise. With dampening zero is not right: it fails.
-    """
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
-            states = [optimizer.state[parameter] for parameter in group["params"] if parameter.grad is not None]
-            if any(state.get("momentum_buffer") is not None for state in states):
-                for parameter in group["params"]:
-                    if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 def takes_scale(optimizer: Optimizer) -> bool:

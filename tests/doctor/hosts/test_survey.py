@@ -1,4 +1,4 @@
-"""Hosts that are asked by a program in the place of ssh: silence, noise."""
+"""A survey through a stand-in for ssh: silent and noisy hosts."""
 
 from __future__ import annotations
 
