@@ -13,9 +13,12 @@ import pytest
 
 from tests.support.chaos import RANK, ROOT, TASK
 from tests.support.launch import ENVIRONMENT, program
-from tests.support.scenario import LENGTH, PACE_S, Hosts, nothing_lost
+from tests.support.scenario import LENGTH, STEPS, Hosts, nothing_lost
 
 pytestmark = pytest.mark.slow
+
+_PACE_S = 300.0 / STEPS
+"""The run must not be over before a new host's rank has started, which takes long on a busy machine."""
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def stock(folder: Path, hosts: Hosts, size: int) -> Iterator[Callable[[str], str
     """
     order = folder / "order"
     elastic = ["-np", str(size), "--min-np", "1", "--max-np", "2", "--host-discovery-script", str(hosts.script)]
-    rank = [sys.executable, str(RANK), str(order), str(PACE_S), *TASK, LENGTH, f"--run_dir={folder / 'run'}"]
+    rank = [sys.executable, str(RANK), str(order), str(_PACE_S), *TASK, LENGTH, f"--run_dir={folder / 'run'}"]
     argv = [program("horovodrun"), "--gloo", *elastic, "--network-interface", "lo", *rank]
     environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
     pipe, said = subprocess.PIPE, list[str]()

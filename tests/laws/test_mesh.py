@@ -19,8 +19,12 @@ from tests.support.gallery import Gallery, Recorded
 JOBS = {f"{ranks}/{name}": each for ranks, names in (("two", TWO), ("four", FOUR)) for name, each in names.items()}
 
 
-def _recorded(gallery: Gallery, name: str) -> Recorded:
-    return Recorded(gallery["mesh"].folder / name, 0, "", "")
+def _recorded(gallery: Gallery, job: str) -> Recorded:
+    """Of ``two/NAME``, ``four/NAME`` or ``halves/NAME``."""
+    kind, _, name = job.partition("/")
+    ranks, parts = kind.replace("halves", "two"), "layers" if "pp" in name.partition("/")[0] else "matrices"
+    folder = gallery[f"{ranks}_{parts}"].folder
+    return Recorded(folder / (job if kind == "halves" else name), 0, "", "")
 
 
 def _gradients(job: Recorded) -> dict[str, Any]:
@@ -43,10 +47,10 @@ def test_law_9_parameters_are_those_of_one_rank(job: str, gallery: Gallery, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGES)
 def test_law_10_a_run_goes_on_with_other_dimensions(name: str, gallery: Gallery, tmp_path: Path) -> None:
-    found = _recorded(gallery, f"stages/{name}")
+    found = Recorded(gallery["resized"].folder / name, 0, "", "")
     assert [event["size"] for event in found.events("started")] == [2, 4, 1]
     assert len({event["parameters"] for event in found.events("started")}) == 1
-    check_equal(train_whole(tmp_path, *STAGES[name][2], common=DIVIDED), found)
+    check_equal(train_whole(tmp_path, *STAGES[name][2], *of_variant("longer"), common=DIVIDED), found)
 
 
 @pytest.mark.slow
@@ -64,7 +68,7 @@ def test_law_2_a_resumed_run_has_the_same_bits(name: str, gallery: Gallery) -> N
 @pytest.mark.parametrize("mesh", ["tp2", "ep2", "cp2", "pp2"])
 def test_waits_for_activations_are_a_part_of_the_step(mesh: str, gallery: Gallery) -> None:
     """Those of torch's tensor parallelism are not seen."""
-    steps = [*read_steps(_recorded(gallery, f"two/{mesh}/latent").run / "journal.jsonl").values()]
+    steps = [*read_steps(_recorded(gallery, f"two/{mesh}/latent+longer").run / "journal.jsonl").values()]
     assert steps and all((step["activations_s"] > 0) == (mesh != "tp2") for step in steps)
     for step in steps:
         parts = [step[key] for key in JOURNAL_KEYS.values()]
@@ -75,8 +79,8 @@ def test_waits_for_activations_are_a_part_of_the_step(mesh: str, gallery: Galler
 @pytest.mark.parametrize(("mesh", "copies"), [("tp2", {1}), ("ep2", {1, 2}), ("cp2", {2}), ("pp2", {1})])
 def test_what_predictions_need_is_recorded(mesh: str, copies: set[int], gallery: Gallery, tmp_path: Path) -> None:
     """Rank 0 has a part of some parameters, or of the layers."""
-    whole = _gradients(train_whole(tmp_path, "--observe.timeline=auto", common=DIVIDED))
-    found = _gradients(_recorded(gallery, f"two/{mesh}/latent"))
+    whole = _gradients(train_whole(tmp_path, *of_variant("longer"), "--observe.timeline=auto", common=DIVIDED))
+    found = _gradients(_recorded(gallery, f"two/{mesh}/latent+longer"))
     assert {each["copies"] for each in found["parameters"]} == copies
     assert len(found["steps"]) == 2  # of six
     for step in found["steps"]:
@@ -91,7 +95,7 @@ def test_what_predictions_need_is_recorded(mesh: str, copies: set[int], gallery:
 @pytest.mark.slow
 def test_experts_are_on_their_ranks_only(gallery: Gallery) -> None:
     """Each rank writes what it holds: half of the experts, or of the matrices; the rest is written once."""
-    for name in ("two/ep2/latent", "two/tp2/latent"):
+    for name in ("two/ep2/latent+longer", "two/tp2/latent+longer"):
         (saved,) = (_recorded(gallery, name).run / "checkpoints").glob("step-000006")
         sizes = [file.stat().st_size for file in saved.glob("model-*.safetensors")]
         assert len(sizes) == 2 and max(sizes) < 0.75 * sum(sizes)

@@ -25,7 +25,7 @@ from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.base import Task
 from tests.support.audited import audited
-from tests.support.divided_models import DIVIDED, FOUR, STAGES, TWO
+from tests.support.divided_models import DIVIDED, FOUR, STAGES, TWO, of_variant
 from tests.support.launch import ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
 from tests.support.recorded import FAULT
 from tests.support.scenario import Scenario
@@ -124,6 +124,7 @@ class Gallery:
         self._root.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not done.exists():
+                assert not folder.exists(), f"the run {name!r} was not made to its end: its test ran too long"
                 folder.mkdir()
                 done.write_text(json.dumps(_made(name, folder)))
         facts = json.loads(done.read_text())
@@ -371,23 +372,51 @@ def by_torchrun(folder: Path) -> Recorded:
     return Recorded(folder, 0, out, "")
 
 
-@_recording
-def mesh(folder: Path) -> Recorded:
-    """Ranks that divide matrices or experts, by mpirun: each of `TWO` in ``two/NAME``, of `FOUR` in ``four/NAME``.
+def _divided(folder: Path, ranks: int, trainings: dict[str, tuple[str, ...]]) -> Recorded:
+    """Each in ``NAME``, by mpirun; those by AdamW on two ranks again in ``halves/NAME``, stopped and resumed."""
+    again = [(name, options) for name, options in trainings.items() if ranks == 2 and "adamw" in name]
+    halves = [(f"halves/{name}", (*options, *stop)) for name, options in again for stop in ((_STOP,), ())]
+    out = train_in_one_job(folder, DIVIDED, [*trainings.items(), *halves], ranks)
+    return Recorded(folder, 0, out, "")
 
-    In ``stages/NAME``, two, four and one rank train 2 steps each, with other dimensions; in ``halves/NAME``, two ranks
-    are stopped and resumed.
-    """
-    stages = [(f"../stages/{name}", options) for name, options in STAGES.items()]
-    halves = [(f"../halves/{n}", (*options, *s)) for n, options in TWO.items() if "adamw" in n for s in ((_STOP,), ())]
-    out = train_in_one_job(
-        folder / "two", DIVIDED, [*TWO.items(), *halves, *((n, (*o[0], "--train.stop_at=2")) for n, o in stages)], 2
-    )
-    out += train_in_one_job(
-        folder / "four", DIVIDED, [*FOUR.items(), *((n, (*o[1], "--train.stop_at=4")) for n, o in stages)], 4
-    )
+
+def in_stages(trainings: dict[str, tuple[str, ...]], *, divided: bool) -> dict[str, tuple[str, ...]]:
+    """Return those in which ranks have different layers, or the others."""
+    return {name: options for name, options in trainings.items() if ("pp" in name.partition("/")[0]) == divided}
+
+
+@_recording
+def two_matrices(folder: Path) -> Recorded:
+    """Two ranks that divide matrices, experts or sequences: those of `TWO`, as `_divided` says."""
+    return _divided(folder, 2, in_stages(TWO, divided=False))
+
+
+@_recording
+def two_layers(folder: Path) -> Recorded:
+    """Two ranks with half of the layers each: those of `TWO`, as `_divided` says."""
+    return _divided(folder, 2, in_stages(TWO, divided=True))
+
+
+@_recording
+def four_matrices(folder: Path) -> Recorded:
+    """Four ranks that divide matrices, experts or sequences: those of `FOUR`, as `_divided` says."""
+    return _divided(folder, 4, in_stages(FOUR, divided=False))
+
+
+@_recording
+def four_layers(folder: Path) -> Recorded:
+    """Four ranks with a part of the layers each: those of `FOUR`, as `_divided` says."""
+    return _divided(folder, 4, in_stages(FOUR, divided=True))
+
+
+@_recording
+def resized(folder: Path) -> Recorded:
+    """Two ranks, then four, then one, each of `STAGES` in ``NAME``: 2 steps each, with other dimensions."""
+    longer = (*DIVIDED, *of_variant("longer"))
+    out = train_in_one_job(folder, longer, [(n, (*o[0], "--train.stop_at=2")) for n, o in STAGES.items()], 2)
+    out += train_in_one_job(folder, longer, [(n, (*o[1], "--train.stop_at=4")) for n, o in STAGES.items()], 4)
     for name, options in STAGES.items():
-        train_on_threads(*DIVIDED, f"--run_dir={folder / 'stages' / name / 'run'}", *options[2], size=1)
+        train_on_threads(*longer, f"--run_dir={folder / name / 'run'}", *options[2], size=1)
     return Recorded(folder, 0, out, "")
 
 
