@@ -262,12 +262,13 @@ def _bits(plan: Plan) -> _Found:
     if not plan.bits:
         return
     bits, by_fsdp = "train.reproducible", plan.engine == "fsdp"
-    lossy, together = "what it loses depends on which rank has a micro-batch", "sums of what ranks compute together"
+    lossy = "what it loses depends on which rank has a micro-batch"
+    together = "sums of what ranks compute together are not yet there with it"
     yield from _those(
         (plan.compression != "none", (bits, "parallel.compression"), lossy),
         (plan.engine == "ddp", (bits, "parallel.engine"), "torch's DDP sums in the order of ranks"),
         (plan.dp_shard is not None, (bits, "parallel.dp_shard"), "sums between groups are not yet there with it"),
-        *((True, (bits, name), f"{together} are not yet there with it") for name in _all_dimensions(plan)),
+        *((True, (bits, name), together) for name in _all_dimensions(plan)),
         (plan.outer is not None, (bits, "parallel.sync"), "workers that train apart do not sum gradients"),
         (plan.compiled, (bits, "train.compile"), "compiled code depends on the shapes that a rank has seen"),
         (plan.offload and by_fsdp, (bits, "parallel.engine", "memory.offload"), "torch copies sums before their end"),
