@@ -160,7 +160,11 @@ class ShardedWrite:
         waited_s, poll_s, before = 0.0, _POLL_S[0], None
         while True:
             now = _file_sizes(self.folder)
-            _raise_failure(now)
+            for name in now:
+                if name.startswith("failed-"):
+                    _, rank, code = name.split("-", 2)
+                    number: int = getattr(errno, code, errno.EIO)
+                    raise OSError(number, f"{os.strerror(number)} (rank {int(rank)})")
             missing = [number for number in range(1, self.count) if f"shard-{number:05d}.json" not in now]
             if not missing:
                 return self._collect_reports()
@@ -193,14 +197,6 @@ class ShardedWrite:
             (self.folder / f"shard-{number:05d}.json").unlink()
         fsync(self.folder)
         return files
-
-
-def _raise_failure(names: Mapping[str, int]) -> None:
-    for name in names:
-        if name.startswith("failed-"):
-            _, rank, code = name.split("-", 2)
-            number: int = getattr(errno, code, errno.EIO)
-            raise OSError(number, f"{os.strerror(number)} (rank {int(rank)})")
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

@@ -194,8 +194,9 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 
 def damaged(path: Path, why: str = "", *, expected: str | None = None, found: str | None = None) -> CheckpointError:
     """Return the error for a damaged checkpoint, or one of its files."""
-    advice = "use another checkpoint"
-    return CheckpointError(f"{path} is damaged{why}", expected=expected, found=found, next_step=advice)
+    return CheckpointError(
+        f"{path} is damaged{why}", expected=expected, found=found, next_step="use another checkpoint"
+    )
 
 
 def _header(names: Iterable[str], tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> bytes:
