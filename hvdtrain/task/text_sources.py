@@ -11,24 +11,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.errors import DataError, listed
-from hvdtrain.task.encode import Document
+from hvdtrain.task.encode import Document, Encoder, Ids
 from hvdtrain.task.formats import FORMATS, MISSING, ROWS_FORMAT, Row, Skipped, read_rows, value_of
 from hvdtrain.task.source_files import ReadBytes, SourceFile, local_files, opened
-
-if TYPE_CHECKING:
-    from hvdtrain.task.encode import Encoder, Ids
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20
 _FIELDS = ("text", "content")  # names of the field with the text; the first one in a row is used
 _MARKS = {  # longer ones first, because one begins with a shorter one
-    codecs.BOM_UTF32_LE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
-    codecs.BOM_UTF32_BE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
-    codecs.BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
-    codecs.BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), ("UTF-32", "iconv -f UTF-32 -t UTF-8")),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), ("UTF-16", "iconv -f UTF-16 -t UTF-8")),
     b"\x1f\x8b": ("gzip", "gunzip '{path}'; or end its name in .gz"),
     b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd '{path}'; or end its name in .zst"),
     b"\xfd7zXZ": ("xz", "unxz '{path}'"),
