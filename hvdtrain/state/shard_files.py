@@ -25,9 +25,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from torch import Tensor
@@ -241,24 +242,16 @@ def is_folder_shared(comm: Comm, folder: Path | None) -> bool:
     """
     if comm.size == 1:
         return False
-    made: list[Path] = []
 
     def make_probe() -> str:
         assert folder is not None
-        path = folder.resolve() / f".shared-{secrets.token_hex(8)}"
         with suppress(OSError):  # a full disk: each save reports it
-            path.touch()
-            made.append(path)
-            return str(path)
+            return stack.enter_context(NamedTemporaryFile(prefix=".shared-", dir=folder.resolve())).name
         return ""
 
-    try:
+    with ExitStack() as stack:  # removes the file, also if a rank is lost meanwhile
         probe = on_rank_0(comm, make_probe, name="shared/file")
         return all(allgather_json(comm, bool(probe) and Path(probe).exists(), name="shared/seen"))
-    finally:
-        for path in made:  # also if a rank is lost meanwhile
-            with suppress(OSError):
-                path.unlink()
 
 
 def index_of(folder: Path, files: Iterable[str]) -> dict[str, bytes]:

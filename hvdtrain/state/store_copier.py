@@ -17,11 +17,8 @@ from hvdtrain.state.stored_run import StoredRun
 
 _RETRY_S = (1.0, 60.0)  # delay after the first failed try, and the limit up to which it doubles
 
-LAST_S = 240.0
-"""How long the end of a run waits for the copy of the last checkpoint."""
-
-STOPPED_S = 30.0
-"""The same if a signal stops the run: launchers do not wait long."""
+LAST_S = 240.0  # how long the end of a run waits for the copy of the last checkpoint
+STOPPED_S = 30.0  # the same if a signal stops the run: launchers do not wait long
 
 _CLOSE_S = 2.0
 _TICK_S = 0.05

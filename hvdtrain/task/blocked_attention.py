@@ -20,11 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_tracing
 
-NAME = "hvdtrain_blocks"
-"""Of this attention in the registries of transformers."""
-
-BLOCK = 512
-"""Queries that run at a time; with at most twice as many tokens, all run at once."""
+NAME = "hvdtrain_blocks"  # of this attention in the registries of transformers
+BLOCK = 512  # queries that run at a time; with at most twice as many tokens, all run at once
 
 
 class Masked:

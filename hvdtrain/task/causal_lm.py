@@ -18,13 +18,11 @@ from hvdtrain.errors import CheckpointError, ConfigError, DataError, HvdtrainErr
 from hvdtrain.files import read_regular
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.frozen import FROZEN, find_frozen
-from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.placeholder import Placeholder, models_read_later
 from hvdtrain.task.base import import_library
 from hvdtrain.task.lora import add_adapters, merge_adapters, parse_lora
-from hvdtrain.task.model_config import ModelConfig as ModelConfig
+from hvdtrain.task.model_config import ModelConfig, preset_config
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
-from hvdtrain.task.presets import preset_config
 from hvdtrain.task.saved_model import SavedModel, files_of, find_model, is_of_other_trainer, model_to_read
 
 _LARGEST_PRESET_VOCABULARY = 1 << 20
@@ -233,24 +231,17 @@ def _with_weights(
 def read_weights(source: SavedModel) -> dict[str, Tensor] | None:
     """Return the whole tensors of a checkpoint by name, with adapters merged; None if `source` is another folder.
 
-    Errors: CheckpointError: it is damaged, or its adapters belong to other weights.
+    Weights next to adapters are made as the run made them, from the options in its folder, and compared with the digest
+    in the checkpoint.
+
+    Errors: CheckpointError: it is damaged, or its adapters belong to other weights; ConfigError: the folder of the run
+    with adapters has no config.yaml.
     """
     if not source.is_checkpoint:
         return None
     state = source.load()
-    if source.has_adapters:
-        return _merged_weights(source, state)
-    return dict(state.tensors["model"])
-
-
-def _merged_weights(source: SavedModel, state: StateDict) -> dict[str, Tensor]:
-    """Return the tensors of a whole model by name. `state`: of the checkpoint in `source`.
-
-    The weights that were frozen are made as the run made them, from the options in its folder, and compared with the
-    digest in the checkpoint.
-
-    Errors: ConfigError: the folder of the run has no config.yaml; CheckpointError: the frozen weights are others now.
-    """
+    if not source.has_adapters:
+        return dict(state.tensors["model"])
     config = RunLayout(source.folder.resolve().parent.parent).read_config()
     model = _base_model(config, source)
     stored = state.values[FROZEN]

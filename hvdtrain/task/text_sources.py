@@ -78,7 +78,7 @@ def text_source(
     chosen = set() if rows else _choose_heldout(files, heldout)
 
     def part(*, held: bool) -> Iterator[Ids]:
-        whole = (_whole(file) for file in files if (file in chosen) == held)
+        whole = (Document(_pieces(file), file.path) for file in files if (file in chosen) == held)
         return encoder.encode(rows.part(held=held) if rows else whole)
 
     identity = [ROWS_FORMAT, name, skips] if rows else []
@@ -135,7 +135,7 @@ class _Documents:
     def _all(self, skipped: Skipped) -> Iterator[Document]:
         for file in self.files:
             if not has_rows([file]):
-                yield _whole(file)
+                yield Document(_pieces(file), file.path)
                 continue
             for row in read_rows(file, [self.name]):
                 value = value_of(row.values, self.name)
@@ -201,10 +201,6 @@ def _choose_heldout(files: list[SourceFile], share: float) -> set[SourceFile]:
 def _hash01(name: str) -> float:
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:7], "big") / (1 << 56)
-
-
-def _whole(file: SourceFile) -> Document:
-    return Document(_pieces(file), file.path)
 
 
 def _pieces(file: SourceFile) -> Iterator[bytes]:
