@@ -14,7 +14,6 @@ from torch import Tensor, distributed, nn
 from hvdtrain.state.pieces import Place
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -87,11 +86,6 @@ def name_of_copies(stages: int) -> str:
     return f"copies/{stages}"
 
 
-def _stages_of(mesh: DeviceMesh) -> int:
-    """Return the number of stages in the names of a mesh; 1 for other meshes."""
-    return next((int(name.partition("/")[2]) for name in mesh.mesh_dim_names or () if "/" in name), 1)
-
-
 def share_count(shares: Sequence[Cut]) -> int:
     """Return how many ranks have all of a tensor together."""
     return math.prod(cut.parts for cut in shares)
@@ -111,7 +105,8 @@ def shares(tensor: Tensor) -> tuple[Cut, ...]:
         # The first stage and the last one have equal remainders by the number of stages less one.
         parts = len(place.ranks) - len(place.stages) + 1
         return (Cut(0, len(place.ranks[0]), parts),) if parts > 1 else ()
-    stages = _stages_of(cast("DTensor", tensor).device_mesh)
+    names = cast("DTensor", tensor).device_mesh.mesh_dim_names or ()
+    stages = next((int(name.partition("/")[2]) for name in names if "/" in name), 1)
     own = tuple(cut._replace(dim=0) for cut in cuts(tensor))
     return (Cut(0, distributed.get_world_size() // stages, stages), *own) if stages > 1 else own
 

@@ -10,25 +10,10 @@ from torch import Tensor, nn
 
 from hvdtrain.state.pieces import Place
 
-
-def master_key(parameter: str) -> str:
-    """Return the key of the exact values of a parameter's owned part, where the model's are rounded."""
-    return f"{parameter}/master"
-
-
-def is_master(key: str) -> bool:
-    """Whether a key in the state of an exchange is that of exact values."""
-    return key.endswith("/master")
-
-
-def rounded_key(parameter: str) -> str:
-    """Return the key of the values that a parameter has in training, where those of the saved model are exact."""
-    return f"{parameter}/rounded"
-
-
-def is_rounded(key: str) -> bool:
-    """Whether a key in the state of an exchange is that of rounded values."""
-    return key.endswith("/rounded")
+MASTER = "/master"
+"""Ends the key of the exact values of a parameter's owned part, where the model's are rounded."""
+ROUNDED = "/rounded"
+"""Ends the key of the values that a parameter has in training, where those of the saved model are exact."""
 
 
 @dataclass(frozen=True)
