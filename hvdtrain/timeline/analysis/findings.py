@@ -30,15 +30,17 @@ _START_SHARE, _START_MS = 0.1, 1000.0
 _NEAR = 0.05
 """Of a run: a rank that turned slow so shortly before or after is the reason of a change."""
 _FEW, _MANY = 10, 50
+WRONG_BITS = "wrong_bits"
+"""Kind of a finding: without a cost, and worse than any."""
 _TURNS_WITH_TICKS = 5
 
 
 def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Finding]:
-    """Return all findings, most costly first; unknown costs last.
+    """Return all findings: wrong bits first, then the most costly; unknown costs last.
 
     Of `others`, starts with their shares of the steps of the run, it is what matters about their ranks.
     """
-    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _start_up, _changes]
+    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _wrong_ranks, _stalls, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
         rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
@@ -49,7 +51,7 @@ def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Findi
             cost = (found.cost_ms or 0.0) * share
             if found.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * facts.step_ms):
                 every.append(replace(found, text=f"{wording.start_of(other.blame)}: {found.text}", cost_ms=cost))
-    return sorted(every, key=lambda finding: -(finding.cost_ms or 0.0))
+    return sorted(every, key=lambda finding: (finding.kind != WRONG_BITS, -(finding.cost_ms or 0.0)))
 
 
 def _start_up(facts: Facts) -> Iterator[Finding]:
@@ -176,6 +178,17 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
         text = f"ranks waited for a CPU core for {facts.per_step(waited)}"
         yield Finding("cpu", text, waited, facts.for_cores())
+
+
+def _wrong_ranks(facts: Facts) -> Iterator[Finding]:
+    """Report ranks that another rank has found wrong (``--train.verify_every``)."""
+    named = [event for event in facts.run.start.events_named("wrong_rank") if isinstance(event.get("rank"), int)]
+    for rank in sorted({event["rank"] for event in named}):
+        own = [event for event in named if event["rank"] == rank]
+        where = ", ".join(f"{name} {own[-1][name]}" for name in ("host", "gpu", "cores") if name in own[-1])
+        text = f"rank {rank} ({where}) had wrong bits {wording.counted(len(own), 'time')}, last at step "
+        advice = "take it out of the next job and test it; with --train.verify_every, a sample of the passes is checked"
+        yield Finding(WRONG_BITS, f"{text}{own[-1].get('at_step')}", None, advice)
 
 
 def _stalls(facts: Facts) -> Iterator[Finding]:
