@@ -43,7 +43,6 @@ def main(argv: list[str]) -> int:
     from hvdtrain.errors import ConfigError
     from hvdtrain.task.base import load_task_function
     from hvdtrain.task.corpus import prepare_corpus
-    from hvdtrain.task.saved_model import find_model
 
     task = task_spec(rest)
     if task != "language_model":
@@ -52,7 +51,11 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(format="hvdtrain: %(message)s", stream=sys.stderr)
     logging.getLogger("hvdtrain").setLevel(run.config.log_level.upper())
     model, data = run.task_args["model"], run.task_args["data"]
-    source = find_model(model.from_, config=model.config) if model.from_ else None
+    source = None
+    if model.from_:
+        from hvdtrain.task.saved_model import find_model  # takes seconds, because of torch
+
+        source = find_model(model.from_, config=model.config)
     progress = _Progress()
     for name, file in prepare_corpus(data, source.tokenizer() if source is not None else None, progress.show):
         progress.end()

@@ -117,7 +117,7 @@ class IterableSamples(Dataset[Any]):
 
     def _start_pass(self, position: int, state: Any = None) -> None:
         self._next = position
-        self._seed_generators()
+        seed_generators(mix_seed(self._seed, position))
         self._source = self._copy()
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(self._epoch)
@@ -147,7 +147,7 @@ class IterableSamples(Dataset[Any]):
 
     def _read(self) -> Any:
         assert self._samples is not None
-        self._seed_generators()
+        seed_generators(mix_seed(self._seed, self._next))
         for _ in range(2):
             try:
                 sample = next(self._samples)
@@ -165,9 +165,6 @@ class IterableSamples(Dataset[Any]):
         if self._hashes is not None and len(self._hashes) < _COMPARED:
             self._hashes.append(sample_hash(sample))
         return sample
-
-    def _seed_generators(self) -> None:
-        seed_generators(mix_seed(self._seed, self._next))
 
 
 def seed_generators(value: int) -> None:

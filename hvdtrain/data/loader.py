@@ -148,12 +148,9 @@ class Stream:
                 continue
             seeds = mix_seed(self.seed + _SAMPLE, np.array([batch.start for batch in batches], np.uint64)).tolist()
             positions = np.concatenate([np.arange(b.start, b.stop, dtype=np.int64) for b in batches])
-            indices = order.indices(positions).tolist()
-            used = 0
+            indices = iter(order.indices(positions).tolist())
             for seed, batch in zip(seeds, batches, strict=True):
-                count = batch.stop - batch.start
-                yield [seed, *indices[used : used + count]]
-                used += count
+                yield [seed, *islice(indices, batch.stop - batch.start)]
 
 
 def sample_seed(seed: int, batch: MicroBatch) -> int:
@@ -188,14 +185,9 @@ class Seeded(Dataset[Any]):
         return HostBatch(numbers, [self.dataset[index] for index in indices])
 
 
-@dataclass(frozen=True)
-class _Collated:
-    """Collates the samples of a micro-batch in the process that made them."""
-
-    collate: Callable[[list[Any]], Any]
-
-    def __call__(self, samples: Any) -> HostBatch:  # a HostBatch of samples; torch's annotations expect a list
-        return HostBatch(samples.indices, self.collate(samples.batch), samples.data_state)
+def _collated(collate: Callable[[list[Any]], Any], samples: HostBatch) -> HostBatch:
+    """Collate the samples of a micro-batch in the process that made them."""
+    return samples._replace(batch=collate(samples.batch))
 
 
 def seed_forward(seed: int, position: int) -> None:
@@ -255,7 +247,7 @@ class Batches:
         self._loader: DataLoader[Any] = DataLoader(
             Seeded(dataset),
             batch_sampler=_Sampler(keys),
-            collate_fn=_Collated(collate or default_collate),
+            collate_fn=partial(_collated, collate or default_collate),
             num_workers=config.workers,
             prefetch_factor=config.prefetch if config.workers else None,
             # Threads of MPI and Horovod are running: a plain fork could inherit a lock that nobody releases.

@@ -14,8 +14,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-Node = tuple[int, int]
-"""First position, and level."""
+Node = tuple[int, int]  # first position, and level
 
 
 @dataclass(frozen=True)

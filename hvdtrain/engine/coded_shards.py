@@ -18,7 +18,7 @@ from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
 from hvdtrain.exchange.residuals import Residuals, Undelivered
-from hvdtrain.state.exchange_state import Owned, is_master, is_rounded
+from hvdtrain.state.exchange_state import MASTER, ROUNDED, Owned
 from hvdtrain.state.pieces import Place
 
 
@@ -118,7 +118,7 @@ class CodedShards(Residuals):
 
     def state_place(self, key: str) -> Place | None:
         """Return the place of exact parameters."""
-        return self.owned()[key.rpartition("/")[0]].place if is_master(key) else None
+        return self.owned()[key.rpartition("/")[0]].place if key.endswith(MASTER) else None
 
     def residual_ranks(self, key: str) -> Sequence[int]:
         """Return all ranks, if the compression uses error feedback."""
@@ -130,7 +130,7 @@ class CodedShards(Residuals):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load residuals, and exact or rounded parameters if there are any; otherwise those of the model are exact."""
-        rounded = {key: tensors[key] for key in tensors if is_rounded(key)}
+        rounded = {key: tensors[key] for key in tensors if key.endswith(ROUNDED)}
         tensors = {key: tensors[key] for key in tensors if key not in rounded}
         loaded = {p.name for bucket in self._buckets if bucket.keeps_error for p in bucket.layout.shape.parts}
         rest = {key: tensors[key] for key in tensors if key.rpartition("/")[0] not in loaded}

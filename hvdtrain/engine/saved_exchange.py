@@ -14,7 +14,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.engine.base import Engine
 from hvdtrain.exchange.residuals import is_residual
-from hvdtrain.state.exchange_state import is_rounded, master_key, rounded_key
+from hvdtrain.state.exchange_state import MASTER, ROUNDED
 from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.train_state import TrainState
 
@@ -39,14 +39,14 @@ def to_save(state: TrainState, engine: Engine, comm: Comm) -> StateDict:
             shape, offset = (place.shape, place.offset) if place else (tensors[key].shape, (0,) * tensors[key].dim())
             places["exchange", key] = Place((len(ranks), *shape), (ranks.index(comm.rank), *offset), (comm.rank,))
             tensors[key] = tensors[key].unsqueeze(0)
-        tensors |= {rounded_key(name): model[name] for name in rounded}
+        tensors |= {name + ROUNDED: model[name] for name in rounded}
         facts = {**facts, EACH_RANK: True}
     elif residuals or rounded:
         tensors = engine.synchronized_state()
     for name in rounded:  # the model in a checkpoint is exact
         del model[name]
-        if (exact := tensors.pop(master_key(name), None)) is not None:
-            model[name], places["model", name] = exact, places.pop(("exchange", master_key(name)))
+        if (exact := tensors.pop(name + MASTER, None)) is not None:
+            model[name], places["model", name] = exact, places.pop(("exchange", name + MASTER))
     facts = {**facts, "inexact": False} if rounded else facts
     return StateDict(
         {**held.tensors, "model": model, **({"exchange": tensors} if tensors else {})},
@@ -87,7 +87,7 @@ def of_rank(saved: StateDict, engine: Engine, comm: Comm) -> StateDict:
         if is_residual(key):
             ranks = engine.residual_ranks(key)
             tensors[key] = tensor[ranks.index(comm.rank)] if len(ranks) == len(tensor) else tensor.mean(0)
-        elif not is_rounded(key) or (facts["ranks"] == comm.size and engine.keeps(key)):
+        elif not key.endswith(ROUNDED) or (facts["ranks"] == comm.size and engine.keeps(key)):
             tensors[key] = tensor
     facts = {key: value for key, value in facts.items() if key != EACH_RANK}
     return replace(saved, tensors={**saved.tensors, "exchange": tensors}, values={**saved.values, "exchange": facts})

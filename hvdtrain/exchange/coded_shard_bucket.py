@@ -13,7 +13,7 @@ from hvdtrain.compression.coding import Coding
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.residuals import residual_key
 from hvdtrain.exchange.shard_bucket import Shard, ShardBucket
-from hvdtrain.state.exchange_state import master_key, rounded_key
+from hvdtrain.state.exchange_state import MASTER, ROUNDED
 
 
 class CodedShardBucket(ShardBucket):
@@ -169,7 +169,7 @@ class CodedShardBucket(ShardBucket):
 
     def masters(self) -> dict[str, Tensor]:
         """Return the exact parameters that this rank owns, not copied."""
-        return {master_key(shard.part.name): self._exact(shard) for shard in self._own}
+        return {shard.part.name + MASTER: self._exact(shard) for shard in self._own}
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
@@ -210,13 +210,13 @@ class CodedShardBucket(ShardBucket):
                 if (saved := state.get(residual_key(shard.part.name))) is not None:
                     shard.part.view(self._residual).copy_(shard.view(saved)).mul_(ranks / self._comm.size)
         for shard in self._own:
-            exact, saved = self._exact(shard), state.get(master_key(shard.part.name), self._model(shard))
+            exact, saved = self._exact(shard), state.get(shard.part.name + MASTER, self._model(shard))
             exact.copy_(saved if saved.shape == exact.shape else shard.view(saved))  # or whole, from other ranks
 
     def load_rounded(self, state: Mapping[str, Tensor]) -> None:
         """Give the model the values that it had in training; the exact parameters stay."""
         for parameter, part in zip(self.layout.parameters, self.layout.shape.parts, strict=True):
-            if (saved := state.get(rounded_key(part.name))) is not None:
+            if (saved := state.get(part.name + ROUNDED)) is not None:
                 parameter.detach().copy_(saved)
         self._remember()
 

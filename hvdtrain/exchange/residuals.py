@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hvdtrain.compression.feedback import RESIDUAL
-from hvdtrain.state.exchange_state import is_rounded
+from hvdtrain.state.exchange_state import ROUNDED
 from hvdtrain.state.pieces import Place
 
 
@@ -42,7 +42,7 @@ class Residuals:
 
     def keeps(self, key: str) -> bool:
         """Return whether this rank has use for a tensor of a checkpoint's exchange."""
-        return not is_rounded(key)
+        return not key.endswith(ROUNDED)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load them."""

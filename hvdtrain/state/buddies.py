@@ -14,7 +14,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.errors import LostStateError
-from hvdtrain.state.pieces import Piece, PieceKey, Place, StateDict, dtype_named
+from hvdtrain.state.pieces import DTYPES, Piece, PieceKey, Place, StateDict
 from hvdtrain.state.sync import assemble_pieces, broadcast_state
 from hvdtrain.state.train_state import TrainState
 
@@ -107,7 +107,7 @@ class Buddies:
 
 def _nbytes(spec: list[Any]) -> int:
     shape: list[int] = spec[2]
-    return math.prod(shape) * dtype_named(spec[3]).itemsize
+    return math.prod(shape) * DTYPES[spec[3]].itemsize
 
 
 def padded(nbytes: int) -> int:
@@ -135,7 +135,7 @@ def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
 def _unpack(buffer: Tensor, specs: list[Any], rank: int) -> Iterator[Piece]:
     for spec in specs:
         group, name, shape, dtype, whole, offset = spec
-        tensor = buffer[: _nbytes(spec)].view(dtype_named(dtype)).reshape(shape)
+        tensor = buffer[: _nbytes(spec)].view(DTYPES[dtype]).reshape(shape)
         yield Piece(group, name, tensor, Place(tuple(whole), tuple(offset), (rank,)))
         buffer = buffer[padded(_nbytes(spec)) :]
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from hvdtrain.state.pieces import Place
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
@@ -74,25 +73,17 @@ class Cut(NamedTuple):
         return rank // self.stride % self.parts
 
 
-_PARTS, _COPIES = "parts", "copies"
-
-
 def name_of_parts(stages: int) -> str:
     """Return the name of the dimension of a mesh of ranks that divide something, in a pipeline of some stages.
 
     A tensor knows its mesh, and from this name, which ranks of the job have its stage.
     """
-    return f"{_PARTS}/{stages}"
+    return f"parts/{stages}"
 
 
 def name_of_copies(stages: int) -> str:
     """Return the name of the dimension of ranks with copies of a part; see `name_of_parts`."""
-    return f"{_COPIES}/{stages}"
-
-
-def _stages_of(mesh: DeviceMesh) -> int:
-    """Return the number of stages in the names of a mesh; 1 for other meshes."""
-    return next((int(name.partition("/")[2]) for name in mesh.mesh_dim_names or () if "/" in name), 1)
+    return f"copies/{stages}"
 
 
 def share_count(shares: Sequence[Cut]) -> int:
@@ -114,11 +105,10 @@ def shares(tensor: Tensor) -> tuple[Cut, ...]:
         # The first stage and the last one have equal remainders by the number of stages less one.
         parts = len(place.ranks) - len(place.stages) + 1
         return (Cut(0, len(place.ranks[0]), parts),) if parts > 1 else ()
-    from torch.distributed import get_world_size
-
-    stages = _stages_of(cast("DTensor", tensor).device_mesh)
+    names = cast("DTensor", tensor).device_mesh.mesh_dim_names or ()
+    stages = next((int(name.partition("/")[2]) for name in names if "/" in name), 1)
     own = tuple(cut._replace(dim=0) for cut in cuts(tensor))
-    return (Cut(0, get_world_size() // stages, stages), *own) if stages > 1 else own
+    return (Cut(0, distributed.get_world_size() // stages, stages), *own) if stages > 1 else own
 
 
 def cuts(tensor: Tensor) -> tuple[Cut, ...]:
@@ -153,11 +143,9 @@ def place_of(tensor: Tensor) -> Place:
             return Place(place.whole, (0,) * tensor.dim(), place.holders)
         others = [rank for stage, ranks in enumerate(place.ranks) if stage not in place.stages for rank in ranks]
         return Place(place.whole, (place.whole[0], *(0,) * (tensor.dim() - 1)), tuple(others))
-    from torch.distributed import get_rank, get_world_size
-
-    own, shared = get_rank(), shares(tensor)
+    own, shared = distributed.get_rank(), shares(tensor)
     offset, _ = _box(tensor, cuts(tensor), own)
-    ranks = [rank for rank in range(get_world_size()) if share_of(rank, shared) == share_of(own, shared)]
+    ranks = [rank for rank in range(distributed.get_world_size()) if share_of(rank, shared) == share_of(own, shared)]
     return Place(tuple(tensor.shape), offset, tuple(ranks))
 
 
@@ -165,11 +153,10 @@ def ranks_with_rows(tensor: Tensor) -> tuple[int, ...]:
     """Return the ranks that hold a part."""
     if (place := on_stages(tensor)) is not None:
         return place.holders
-    from torch.distributed import get_rank, get_world_size
-
     divided, shared = cuts(tensor), shares(tensor)
     of_stage = shared[: len(shared) - len(divided)]
-    ranks = (rank for rank in range(get_world_size()) if share_of(rank, of_stage) == share_of(get_rank(), of_stage))
+    own, every = share_of(distributed.get_rank(), of_stage), range(distributed.get_world_size())
+    ranks = (rank for rank in every if share_of(rank, of_stage) == own)
     return tuple(rank for rank in ranks if all(_box(tensor, divided, rank)[1]))
 
 

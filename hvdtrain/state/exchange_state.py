@@ -10,28 +10,10 @@ from torch import Tensor, nn
 
 from hvdtrain.state.pieces import Place
 
-_MASTER = "master"
-_ROUNDED = "rounded"
-
-
-def master_key(parameter: str) -> str:
-    """Return the key of the exact values of a parameter's owned part, where the model's are rounded."""
-    return f"{parameter}/{_MASTER}"
-
-
-def is_master(key: str) -> bool:
-    """Whether a key in the state of an exchange is that of exact values."""
-    return key.endswith(f"/{_MASTER}")
-
-
-def rounded_key(parameter: str) -> str:
-    """Return the key of the values that a parameter has in training, where those of the saved model are exact."""
-    return f"{parameter}/{_ROUNDED}"
-
-
-def is_rounded(key: str) -> bool:
-    """Whether a key in the state of an exchange is that of rounded values."""
-    return key.endswith(f"/{_ROUNDED}")
+MASTER = "/master"
+"""Ends the key of the exact values of a parameter's owned part, where the model's are rounded."""
+ROUNDED = "/rounded"
+"""Ends the key of the values that a parameter has in training, where those of the saved model are exact."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +79,16 @@ class Exchange(Protocol):
 class ExchangeState(Exchange):
     """The state of an exchange between two rounds, after its buckets were freed; it has no ranks to wait for."""
 
+    in_pieces = False
+
     def __init__(self, exchange: Exchange) -> None:
         self._state = exchange.state_dict()
         self._places = {key: exchange.state_place(key) for key in self._state[0]}
-        self._owned, self._in_pieces = exchange.owned(), exchange.in_pieces
+        self._owned, self.in_pieces = exchange.owned(), exchange.in_pieces
 
     def owned(self) -> Mapping[str, Owned] | None:
         """Return the owned parts in the round that has ended."""
         return self._owned
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether ranks had different parts of the state."""
-        return self._in_pieces
 
     def keeps(self, key: str) -> bool:
         """Return True."""

@@ -71,10 +71,9 @@ def check_stored(
 
     Errors: CheckpointError: the state is one of other frozen values, or of another way to save.
     """
-    if own is None and stored is None:
-        return frozenset()
     if own is None:
-        assert stored is not None
+        if stored is None:
+            return frozenset()
         raise CheckpointError(
             "the checkpoint has only the trained parameters of its run, because the task made the others again",
             expected="a checkpoint with all parameters",

@@ -8,7 +8,7 @@ it a real one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,10 @@ def broadcast_optimizer(optimizer: Optimizer, comm: Comm, root: int = 0) -> None
     is_root = comm.rank == root
     own = [treespec_dumps(form), [_described(leaf) for leaf in leaves]] if is_root else None
     text, described = broadcast_json(comm, own, name="optimizer/form", root=root)
-    parts = (part for leaf in leaves for part in _parts(leaf)) if is_root else _empty_parts(described)
+    if is_root:
+        parts = (part for leaf in leaves for part in _parts(leaf))
+    else:
+        parts = (empty(*part) for each in described if isinstance(each, dict) for part in each["parts"])
     arrived = broadcast_all(((f"optimizer/{n}", part) for n, part in enumerate(parts)), comm, root)
     if is_root:
         deque(arrived, maxlen=0)
@@ -95,8 +98,8 @@ def _described(leaf: Any) -> Any:
     """Return a JSON value that says what a leaf is; a plain value is in a list of one."""
     if not isinstance(leaf, Tensor):
         return [leaf]
-    found = {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "on_host": leaf.device.type == "cpu"}
-    return {**found, "sparse": [list(part.shape) for part in _parts(leaf)]} if leaf.is_sparse else found
+    parts = [[list(part.shape), str(part.dtype)] for part in _parts(leaf)]
+    return {"shape": list(leaf.shape), "sparse": leaf.is_sparse, "on_host": leaf.device.type == "cpu", "parts": parts}
 
 
 def _parts(leaf: Any) -> list[Tensor]:
@@ -107,22 +110,12 @@ def _parts(leaf: Any) -> list[Tensor]:
     return [(whole := leaf.coalesce()).indices(), whole.values()] if leaf.is_sparse else [leaf]
 
 
-def _empty_parts(described: Iterable[Any]) -> Iterator[Tensor]:
-    for each in described:
-        if isinstance(each, dict) and "sparse" in each:
-            indices, values = each["sparse"]
-            yield torch.empty(indices, dtype=torch.int64)
-            yield empty(values, each["dtype"])
-        elif isinstance(each, dict):
-            yield empty(each["shape"], each["dtype"])
-
-
 def _placed(described: Any, arrived: Iterator[Tensor], parameter: nn.Parameter | None, held: Any) -> Any:
     """Return a leaf of a parameter; a tensor that arrives is copied into the one that is `held`, if it fits."""
     if isinstance(described, list):
         return described[0]
     tensor = next(arrived)
-    if "sparse" in described:
+    if described["sparse"]:
         tensor = torch.sparse_coo_tensor(tensor, next(arrived), described["shape"], check_invariants=True).coalesce()
     elif isinstance(held, Tensor) and (held.shape, held.dtype) == (tensor.shape, tensor.dtype) and not held.is_sparse:
         return held.copy_(tensor)

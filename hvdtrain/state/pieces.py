@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 Key = tuple[str, str]  # the group and the name of a tensor
-
-
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
@@ -69,12 +67,8 @@ class Piece:
         return [self.group, self.name, list(self.tensor.shape), str(self.tensor.dtype), place.shape, place.offset]
 
 
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype of a name, such as ``torch.float32``."""
-    return _DTYPES[name]
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""By name, such as ``torch.float32``."""
 
 
 @dataclass(frozen=True)

@@ -129,13 +129,12 @@ def _fill_another(fill: Callable[..., object], placeholder: Tensor, *args: Any, 
 
 def _writes_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation would write into a tensor that has values."""
-    for index, argument in enumerate(func._schema.arguments):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
-                    return True
-    return False
+    written = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return any(isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder) for leaf in tree_leaves(written))
 
 
 class _HugeTensors(TorchFunctionMode):

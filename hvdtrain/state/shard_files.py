@@ -25,9 +25,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from torch import Tensor
@@ -160,7 +161,11 @@ class ShardedWrite:
         waited_s, poll_s, before = 0.0, _POLL_S[0], None
         while True:
             now = _file_sizes(self.folder)
-            _raise_failure(now)
+            for name in now:
+                if name.startswith("failed-"):
+                    _, rank, code = name.split("-", 2)
+                    number: int = getattr(errno, code, errno.EIO)
+                    raise OSError(number, f"{os.strerror(number)} (rank {int(rank)})")
             missing = [number for number in range(1, self.count) if f"shard-{number:05d}.json" not in now]
             if not missing:
                 return self._collect_reports()
@@ -193,14 +198,6 @@ class ShardedWrite:
             (self.folder / f"shard-{number:05d}.json").unlink()
         fsync(self.folder)
         return files
-
-
-def _raise_failure(names: Mapping[str, int]) -> None:
-    for name in names:
-        if name.startswith("failed-"):
-            _, rank, code = name.split("-", 2)
-            number: int = getattr(errno, code, errno.EIO)
-            raise OSError(number, f"{os.strerror(number)} (rank {int(rank)})")
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
@@ -245,24 +242,16 @@ def is_folder_shared(comm: Comm, folder: Path | None) -> bool:
     """
     if comm.size == 1:
         return False
-    made: list[Path] = []
 
     def make_probe() -> str:
         assert folder is not None
-        path = folder.resolve() / f".shared-{secrets.token_hex(8)}"
         with suppress(OSError):  # a full disk: each save reports it
-            path.touch()
-            made.append(path)
-            return str(path)
+            return stack.enter_context(NamedTemporaryFile(prefix=".shared-", dir=folder.resolve())).name
         return ""
 
-    try:
+    with ExitStack() as stack:  # removes the file, also if a rank is lost meanwhile
         probe = on_rank_0(comm, make_probe, name="shared/file")
         return all(allgather_json(comm, bool(probe) and Path(probe).exists(), name="shared/seen"))
-    finally:
-        for path in made:  # also if a rank is lost meanwhile
-            with suppress(OSError):
-                path.unlink()
 
 
 def index_of(folder: Path, files: Iterable[str]) -> dict[str, bytes]:

@@ -17,11 +17,8 @@ from hvdtrain.state.stored_run import StoredRun
 
 _RETRY_S = (1.0, 60.0)  # delay after the first failed try, and the limit up to which it doubles
 
-LAST_S = 240.0
-"""How long the end of a run waits for the copy of the last checkpoint."""
-
-STOPPED_S = 30.0
-"""The same if a signal stops the run: launchers do not wait long."""
+LAST_S = 240.0  # how long the end of a run waits for the copy of the last checkpoint
+STOPPED_S = 30.0  # the same if a signal stops the run: launchers do not wait long
 
 _CLOSE_S = 2.0
 _TICK_S = 0.05
@@ -99,7 +96,7 @@ class StoreCopier:
 
         Errors: UnwrittenCheckpointError: it could not be copied in `patience_s` seconds.
         """
-        end, wanted = time.monotonic() + patience_s, self._wanted
+        end = time.monotonic() + patience_s
         while (wanted := self._wanted) is not None and time.monotonic() < end and self._thread.is_alive():
             touch()
             self.report()
@@ -125,13 +122,13 @@ class StoreCopier:
         self.report()
 
     def _report_behind(self) -> None:
-        newest = saved_at(wanted) if (wanted := self._wanted) is not None else None
-        if newest is None:
+        wanted, copied = self._wanted, self._copied_step
+        if wanted is None:
             return
-        copied = self._copied_step
-        behind = f"is {newest.step - copied} steps behind, at step {copied}" if copied else "has no copy of this start"
+        newest = _step(wanted)
+        behind = f"is {newest - copied} steps behind, at step {copied}" if copied else "has no copy of this start"
         self._warn(
-            f"{self._stored.url} {behind}: {self._last_error}. Training continues; step {newest.step} is saved on this"
+            f"{self._stored.url} {behind}: {self._last_error}. Training continues; step {newest} is saved on this"
             f" machine. Another try follows, at the latest after {_RETRY_S[1]:.0f} s"
         )
 
@@ -150,22 +147,20 @@ class StoreCopier:
                 self._tries = 0
             except Exception as error:  # a thread would lose it
                 self._tries += 1
-                self._done.append(
-                    {"event": "copy_failed", "at_step": _step(self._copying), "error": _text(error), "to": self._url}
-                )
+                found = f"{type(error).__name__}: {error}"
+                if isinstance(error, StoreError | CheckpointError):
+                    found = f"{error.what} ({error.found})"
+                about = {"at_step": _step(self._copying), "error": found, "to": self._stored.url}
+                self._done.append({"event": "copy_failed", **about})
             finally:
                 self._copying = None
 
-    @property
-    def _url(self) -> str:
-        return self._stored.url
-
     def _work(self) -> None:
-        path, began = self._copying, time.monotonic()
+        path, url, began = self._copying, self._stored.url, time.monotonic()
         is_there = path is not None and self._stored.has_same(path)
         if self._resumed is not None:
             for name in self._stored.set_aside_after(self._resumed):
-                self._done.append({"event": "set_aside", "path": f"{self._url}/checkpoints/{name}"})
+                self._done.append({"event": "set_aside", "path": f"{url}/checkpoints/{name}"})
             self._resumed = None
             if is_there and path is not None:
                 self._end(path)
@@ -177,7 +172,7 @@ class StoreCopier:
         self._copied_step = _step(path)
         self._stored.remove_old(self._keep, path.name)
         seconds = time.monotonic() - began
-        facts = {"at_step": _step(path), "path": path.name, "to": self._url, "bytes": size_bytes, "seconds": seconds}
+        facts = {"at_step": _step(path), "path": path.name, "to": url, "bytes": size_bytes, "seconds": seconds}
         self._done.append({"event": "copied", **facts})
         self._end(path)
 
@@ -196,9 +191,3 @@ class StoreCopier:
 def _step(path: Path | None) -> int:
     saved = saved_at(path) if path is not None else None
     return 0 if saved is None else saved.step
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, StoreError | CheckpointError):
-        return f"{error.what} ({error.found})"
-    return f"{type(error).__name__}: {error}"

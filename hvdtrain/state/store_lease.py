@@ -18,8 +18,7 @@ from hvdtrain.object_store import StoreFolder
 
 FOLDER = ".lease"
 
-BEAT_S = 10.0
-"""Between two writes of a holder."""
+BEAT_S = 10.0  # between two writes of a holder
 
 
 class _Objects:

@@ -85,7 +85,9 @@ class StoredRun:
 
     def upload_records(self, layout: RunLayout) -> None:
         """Copy the journal and the other records of the run folder that have changed."""
-        for path in _records(layout):
+        files = [layout.config, layout.identity, layout.failure_text, layout.failure_json]
+        inside = [path for folder in (layout.ledger, layout.tensorboard) for path in folder.rglob("*")]
+        for path in filter(Path.is_file, (*files, *inside, layout.journal)):
             with suppress(FileNotFoundError):  # removed since it was listed
                 name, at_ns = path.relative_to(layout.folder).as_posix(), path.stat().st_mtime_ns
                 if self._done.get(("", name)) != at_ns:
@@ -162,9 +164,3 @@ class StoredRun:
             except (ValueError, TypeError, AttributeError):
                 self._scores[name] = None
         return self._scores[name]
-
-
-def _records(layout: RunLayout) -> list[Path]:
-    files = [layout.config, layout.identity, layout.failure_text, layout.failure_json]
-    inside = [path for folder in (layout.ledger, layout.tensorboard) for path in folder.rglob("*")]
-    return [path for path in (*files, *inside, layout.journal) if path.is_file()]

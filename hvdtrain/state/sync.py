@@ -14,7 +14,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
-from hvdtrain.state.pieces import Assembly, Piece, StateDict, dtype_named, specs
+from hvdtrain.state.pieces import DTYPES, Assembly, Piece, StateDict, specs
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.state.train_state import NUMBERS, TrainState
 
@@ -89,7 +89,7 @@ def broadcast_state(
 
 def empty(shape: Sequence[int], dtype: str | torch.dtype) -> Tensor:
     """Return memory on the CPU for a tensor; `dtype` may be its name."""
-    return torch.empty(shape, dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype)
+    return torch.empty(shape, dtype=DTYPES[dtype] if isinstance(dtype, str) else dtype)
 
 
 def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor, Handle]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import xxhash
@@ -152,25 +152,21 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
             raise
         raise damaged(path, f": {error.strerror}", expected=expected) from None
     with file:
-        return _verified(file, path, digest, expected, progress)
-
-
-def _verified(file: BinaryIO, path: Path, digest: FileDigest, expected: str, progress: Callable[[], None]) -> Tensor:
-    size = os.fstat(file.fileno()).st_size
-    if size != digest.size_bytes:
-        raise damaged(path, expected=expected, found=f"{size} bytes")
-    hasher = xxhash.xxh3_128()
-    block = memoryview(bytearray(_READ))
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
-    while count := file.readinto(block):  # type: ignore[attr-defined]
-        for begin in range(0, count, _BLOCK):
-            hasher.update(block[begin : min(begin + _BLOCK, count)])
-            progress()
-    if hasher.hexdigest() != digest.checksum:
-        raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+        size = os.fstat(file.fileno()).st_size
+        if size != digest.size_bytes:
+            raise damaged(path, expected=expected, found=f"{size} bytes")
+        hasher = xxhash.xxh3_128()
+        block = memoryview(bytearray(_READ))
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
+        while count := file.readinto(block):  # type: ignore[attr-defined]
+            for begin in range(0, count, _BLOCK):
+                hasher.update(block[begin : min(begin + _BLOCK, count)])
+                progress()
+        if hasher.hexdigest() != digest.checksum:
+            raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def checksum(data: bytes) -> str:
@@ -194,8 +190,9 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 
 def damaged(path: Path, why: str = "", *, expected: str | None = None, found: str | None = None) -> CheckpointError:
     """Return the error for a damaged checkpoint, or one of its files."""
-    advice = "use another checkpoint"
-    return CheckpointError(f"{path} is damaged{why}", expected=expected, found=found, next_step=advice)
+    return CheckpointError(
+        f"{path} is damaged{why}", expected=expected, found=found, next_step="use another checkpoint"
+    )
 
 
 def _header(names: Iterable[str], tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> bytes:

@@ -23,7 +23,6 @@ from hvdtrain.state.pieces import Key, Place, StateDict, named_like, specs
 NUMBERS = "optimizer_values"  # the group of plain numbers in the state of a divided optimizer
 _SPARSE = ".sparse"
 """Ends the name of a slot that is sparse in the optimizer, such as SGD's momentum of an embedding, and saved dense."""
-_NO_EXCHANGE: Mapping[str, Any] = {"plan": None, "ranks": 1}
 _NUMBER_TYPES = {bool: torch.bool, int: torch.int64}
 
 
@@ -132,7 +131,7 @@ class TrainState:
         if state.values["scaler"]:
             self.scaler.load_state_dict(state.values["scaler"])
         if self.exchange is not None:
-            values = state.values["exchange"] or _NO_EXCHANGE
+            values = state.values["exchange"] or {"plan": None, "ranks": 1}
             self.exchange.load_state_dict(state.tensors.get("exchange", {}), values)
         load_extras(self.extras, state, self._parameter)
         self.progress = Progress(**state.values["progress"])

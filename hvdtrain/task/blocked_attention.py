@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_tracing
 
-NAME = "hvdtrain_blocks"
-"""Of this attention in the registries of transformers."""
-
-BLOCK = 512
-"""Queries that run at a time; with at most twice as many tokens, all run at once."""
+NAME = "hvdtrain_blocks"  # of this attention in the registries of transformers
+BLOCK = 512  # queries that run at a time; with at most twice as many tokens, all run at once
 
 
 class Masked:
@@ -51,8 +52,6 @@ def use_blocks(model: Any) -> bool:
 
     Compiled blocks of a model keep masks as tensors: they would be compiled again for other documents.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     if model.config._attn_implementation != "sdpa":
         return False
     AttentionInterface.register(NAME, _attend)
@@ -74,8 +73,6 @@ def _is_compiled(module: Any) -> bool:
 
 def _mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:
     """Return the mask for a model's layers: `Masked`, or that of transformers' `sdpa_mask` where blocks do not fit."""
-    from transformers.masking_utils import sdpa_mask
-
     if _is_for_blocks(q_length, kv_length, **options):
         sees, device = options["mask_function"], torch.device(options.get("device", "cpu"))
         if first := _first_keys(sees, batch_size, q_length, device):
@@ -94,8 +91,6 @@ def _is_for_blocks(q_length: int, kv_length: int, **options: Any) -> bool:
 
 def _first_keys(sees: Callable[..., Tensor], rows: int, tokens: int, device: torch.device) -> list[int]:
     """Return the first key that a query of each block sees, in any row; none if a block sees later tokens."""
-    from transformers.utils import is_tracing
-
     begins_N = torch.arange(0, tokens, BLOCK, device=device)
     ends_N = (begins_N + BLOCK).clamp(max=tokens) - 1
     at_begin, at_end = (_seen(sees, rows, each, 0, tokens)[:, 0] for each in (begins_N, ends_N))
@@ -117,8 +112,6 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run torch's attention, by blocks if the mask is `Masked`. As (B, T, H, D)."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     tokens = query_BHTD.shape[2]
     if isinstance(attention_mask, Masked) and options.get("position_bias") is not None:
         attention_mask = attention_mask.of(0, tokens, 0)

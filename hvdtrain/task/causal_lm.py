@@ -5,59 +5,25 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import CheckpointError, ConfigError, DataError, HvdtrainError, TaskError, listed
 from hvdtrain.files import read_regular
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.state.frozen import FROZEN, find_frozen
+from hvdtrain.state.placeholder import Placeholder, models_read_later
 from hvdtrain.task.base import import_library
+from hvdtrain.task.lora import add_adapters, merge_adapters, parse_lora
+from hvdtrain.task.model_config import ModelConfig, preset_config
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
-from hvdtrain.task.presets import preset_config
 from hvdtrain.task.saved_model import SavedModel, files_of, find_model, is_of_other_trainer, model_to_read
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from hvdtrain.state.pieces import StateDict
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Architecture and initial weights.
-
-    Attributes:
-        preset: DeepSeek-V3 with latent attention and a mixture of experts: tiny (for tests), small (7 million
-            parameters), 125m, 1b (0.2 billion of them active for each token), 16b (2.2 billion active) or 671b (36
-            billion active). The vocabulary depends on the data, and is not counted here
-        config: train another architecture with new weights: config.json of any causal language model that transformers
-            supports (default: model.preset)
-        from_: begin with the weights of a run (RUN, RUN@best, RUN@STEP), a checkpoint, or a folder with config.json
-            and safetensors files, at step 0; or of another trainer's checkpoint next to a config.json or with
-            model.config: dcp:FOLDER, deepspeed:FOLDER, lightning:FILE, torch:FILE (default: new weights of
-            model.preset)
-        dropout: dropout rate of the attention weights (default: the model's own)
-        attention: kernel of attention: flash (the flash_attn library, on GPUs in bf16 or fp16), sdpa (torch's), eager
-            (whole scores in memory), or auto: the first of these that works
-        lora: freeze the model, and train low-rank matrices next to its linear layers: rank=16, or
-            rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj. Checkpoints contain only these matrices (default: train
-            the whole model; alpha twice the rank, no dropout, all linear layers but the LM head)
-        mtp_layers: also train this many layers for multi-token prediction, as in DeepSeek-V3: the first predicts the
-            token after the next one, and so on. The loss that is shown is that of the next token
-        mtp_weight: weight of the mean of their losses in training
-    """
-
-    preset: Literal["tiny", "small", "125m", "1b", "16b", "671b"] = "small"
-    config: str | None = None
-    from_: str | None = None
-    dropout: float | None = None
-    attention: Literal["auto", "flash", "sdpa", "eager"] = "auto"
-    lora: str | None = None
-    mtp_layers: int = 0
-    mtp_weight: float = 0.3
-
 
 _LARGEST_PRESET_VOCABULARY = 1 << 20
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -86,10 +52,6 @@ def causal_lm(
         CheckpointError: the weights are damaged.
         DataError: the data's token ids or the sequence length are too large for the model.
     """
-    import torch
-
-    from hvdtrain.state.placeholder import models_read_later
-
     import_library("transformers", "the language_model task", "lm")
     if config.config and config.from_ and not is_of_other_trainer(config.from_):
         raise ConfigError(
@@ -108,14 +70,14 @@ def causal_lm(
     try:
         auto = _kind(model_config)
         model: nn.Module | None = None
-        later = models_read_later() if may_read_later and source is not None else None
-        if source is not None and later is not None and not source.is_checkpoint:
+        later = models_read_later() if may_read_later else None
+        if source is None:
+            model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
+        elif later is not None and not source.is_checkpoint:
             model = model_to_read(auto, source.folder, model_config, kernel)
             later += [model] if model is not None else []
-        if model is None and source is not None:
+        if source is not None and model is None:
             model = _with_weights(auto, source, read_weights(source), model_config, kernel)
-        if model is None:
-            model = auto.from_config(model_config, dtype=torch.float32, trust_remote_code=False, **kernel)
     except HvdtrainError:
         raise
     except Exception as error:  # each model of transformers raises its own errors
@@ -176,11 +138,8 @@ def _set_dropout(model_config: Any, dropout: float | None) -> None:
 
 
 def _check_mtp(config: ModelConfig) -> None:
-    for name, value, wrong in (
-        (OPTION, config.mtp_layers, config.mtp_layers < 0),
-        ("--model.mtp_weight", config.mtp_weight, not 0 <= config.mtp_weight < math.inf),
-    ):
-        if wrong:
+    for name, value in ((OPTION, config.mtp_layers), ("--model.mtp_weight", config.mtp_weight)):
+        if not 0 <= value < math.inf:
             raise ConfigError(f"{name} is {value}, which is out of range", expected="0 or more")
     if config.mtp_layers and config.lora is not None:
         raise ConfigError(
@@ -233,10 +192,6 @@ def load_model(source: SavedModel, *, mtp: bool = False) -> nn.Module:
 def _with_weights(
     auto: Any, source: SavedModel, weights: dict[str, Tensor] | None, model_config: Any, kernel: dict[str, str]
 ) -> nn.Module:
-    import torch
-
-    from hvdtrain.state.placeholder import Placeholder
-
     kind, place = auto, str(source.folder)
     if weights is not None:  # only a model's own class takes weights from memory
         with torch.device("meta"):
@@ -276,27 +231,17 @@ def _with_weights(
 def read_weights(source: SavedModel) -> dict[str, Tensor] | None:
     """Return the whole tensors of a checkpoint by name, with adapters merged; None if `source` is another folder.
 
-    Errors: CheckpointError: it is damaged, or its adapters belong to other weights.
+    Weights next to adapters are made as the run made them, from the options in its folder, and compared with the digest
+    in the checkpoint.
+
+    Errors: CheckpointError: it is damaged, or its adapters belong to other weights; ConfigError: the folder of the run
+    with adapters has no config.yaml.
     """
     if not source.is_checkpoint:
         return None
     state = source.load()
-    if source.has_adapters:
-        return _merged_weights(source, state)
-    return dict(state.tensors["model"])
-
-
-def _merged_weights(source: SavedModel, state: StateDict) -> dict[str, Tensor]:
-    """Return the tensors of a whole model by name. `state`: of the checkpoint in `source`.
-
-    The weights that were frozen are made as the run made them, from the options in its folder, and compared with the
-    digest in the checkpoint.
-
-    Errors: ConfigError: the folder of the run has no config.yaml; CheckpointError: the frozen weights are others now.
-    """
-    from hvdtrain.state.frozen import FROZEN, find_frozen
-    from hvdtrain.task.lora import merge_adapters
-
+    if not source.has_adapters:
+        return dict(state.tensors["model"])
     config = RunLayout(source.folder.resolve().parent.parent).read_config()
     model = _base_model(config, source)
     stored = state.values[FROZEN]
@@ -316,11 +261,6 @@ def _merged_weights(source: SavedModel, state: StateDict) -> dict[str, Tensor]:
 
 def _base_model(config: dict[str, Any], source: SavedModel) -> nn.Module:
     """Make the model of a run with new adapters, without its data."""
-    import torch
-
-    from hvdtrain.data.order import mix_seed
-    from hvdtrain.task.lora import add_adapters, parse_lora
-
     names = {field.name.rstrip("_"): field.name for field in fields(ModelConfig)}
     options = ModelConfig(**{names[name]: value for name, value in config["model"].items() if name in names})
     described = read_config(source.config(), "--model.from").get_text_config()

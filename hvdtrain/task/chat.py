@@ -13,19 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hvdtrain.errors import ConfigError, DataError, HvdtrainError
 from hvdtrain.task.base import import_library
-from hvdtrain.task.encode import END_TOKENS, SETTINGS, ByteEncoder, Encoder, settings
+from hvdtrain.task.encode import END_TOKENS, SETTINGS, ByteEncoder, Encoder, Ids, settings
 from hvdtrain.task.formats import Row, Skipped, read_rows
 from hvdtrain.task.source_files import SourceFile
 from hvdtrain.task.text_sources import Source, is_held
-from hvdtrain.task.token_loss import COUNTED, FIRST, MARKS
-
-if TYPE_CHECKING:
-    from hvdtrain.task.encode import Ids
-
 
 Message = dict[str, Any]
 
@@ -40,6 +37,9 @@ BYTE_TEMPLATE = (
 """Chat template if each byte is a token: lines ``role: content``. The separator ends the assistant's content."""
 
 _FORMAT = 1
+
+COUNTED, FIRST, MARKS = 1, 2, 2
+"""Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
 
 
 class Conversation(NamedTuple):
@@ -254,8 +254,6 @@ class _Rows:
 
     def ids(self, *, held: bool) -> Iterator[Ids]:
         """Yield samples of conversations that are held out, or of the others: (length,)."""
-        import numpy as np
-
         row: list[int] = []
         for one in self._encoded(held):
             if len(row) + len(one.ids) > self.length:

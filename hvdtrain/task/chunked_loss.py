@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import cross_entropy
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
 
 CPU_BYTES, GPU_BYTES = 256 << 20, 1 << 30
 """Of the logits of a chunk, in fp32: fewer cost time, because each adds to the gradient of all weights of the head."""

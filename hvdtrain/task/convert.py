@@ -34,13 +34,11 @@ def write(form: str, path: Path, folder: Path) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         tied.setdefault(id(tensor), []).append(name)
 
-    def may_be_mtp(name: str) -> bool:
-        return is_supported(config) and is_mtp_weight(name, config)
-
+    unknown = [n for n in weights.unknown() if not (is_supported(config) and is_mtp_weight(n, config))]
     shapes = {name: contents.shapes[key] for key, name in names.items()}
     for found, what in (
         ([each[0] for each in tied.values() if not any(name in weights for name in each)], "no weights of"),
-        ([name for name in weights.unknown() if not may_be_mtp(name)], "weights of unknown parameters"),
+        (unknown, "weights of unknown parameters"),
         ([f"{n} {shapes[n]}, not {own[n]}" for n in shapes.keys() & own if shapes[n] != own[n]], "other shapes:"),
     ):
         if found:

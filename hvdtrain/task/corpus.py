@@ -12,21 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError, listed
-from hvdtrain.task.chat import chat_source
+from hvdtrain.task.chat import COUNTED, MARKS, chat_source
 from hvdtrain.task.dataset_source import dataset_source
-from hvdtrain.task.encode import ByteEncoder, TokenizerEncoder
+from hvdtrain.task.encode import ByteEncoder, Encoder, Ids, TokenizerEncoder
 from hvdtrain.task.formats import FORMATS
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.source_files import files_matching, hub_advice
 from hvdtrain.task.text_config import TextConfig, check_data
 from hvdtrain.task.text_sources import Source, has_rows, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
-from hvdtrain.task.token_loss import COUNTED, MARKS
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
-
-    from hvdtrain.task.encode import Encoder, Ids
 
 
 log = logging.getLogger(__name__)

@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.task.base import import_library
-from hvdtrain.task.encode import Document, TokenizerEncoder
+from hvdtrain.task.encode import Document, Encoder, Ids, TokenizerEncoder
 from hvdtrain.task.source_files import hub_advice
 from hvdtrain.task.text_sources import Source
-
-if TYPE_CHECKING:
-    from hvdtrain.task.encode import Encoder, Ids
 
 _HELDOUT_SPLITS = ("validation", "test")
 _EXPECTED = "a folder written by datasets' save_to_disk, with a column text or input_ids"
@@ -104,8 +103,6 @@ class _Rows:
 
     def ids(self, split: Any) -> Iterator[Ids]:
         """Yield the ids of the rows of a split, in order."""
-        import numpy as np
-
         column = self._column(split)
         if column == "text":
             texts = (str(row or "").encode("utf-8") for row in self._values(split, column))

@@ -7,8 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
@@ -70,20 +74,12 @@ def is_byte_tokenizer(tokenizer: Path) -> bool:
 
 
 def _byte_vocabulary() -> Mapping[str, int]:
-    """Return each byte by the character that the pre-tokenizer ByteLevel writes for it.
-
-    A visible character of Latin-1 is itself. The other bytes are the characters from U+0100 on.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    """Return each byte by the character that the pre-tokenizer ByteLevel writes for it."""
+    found = import_library("transformers.convert_slow_tokenizer", "a tokenizer.json", "lm").bytes_to_unicode()
+    return {character: byte for byte, character in found.items()}
 
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Ids = NDArray[np.integer[Any]]
+Ids = NDArray[np.integer[Any]]
 
 
 class Document(NamedTuple):
@@ -109,8 +105,6 @@ class ByteEncoder:
 
     def encode(self, documents: Iterable[Document]) -> Iterator[Ids]:
         """Yield the bytes of each document, then the separator."""
-        import numpy as np
-
         for document in documents:
             for piece in document.pieces:
                 yield np.frombuffer(piece, np.uint8)
@@ -172,23 +166,18 @@ class TokenizerEncoder:
         characters = 0
         has_end = self.end_id() is not None
         for document in documents:
-            for text in _whole_lines(document.pieces, document.name):
+            for text in chain(_whole_lines(document.pieces, document.name), [None] if has_end else []):
                 skips = self._skip > 0
                 self._skip -= skips
                 batch.append("" if skips else text)
-                characters += 0 if skips else len(text)
+                characters += len(batch[-1] or "")
                 if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
                     yield batch
                     batch, characters = [], 0
-            if has_end:
-                batch.append("" if self._skip > 0 else None)
-                self._skip -= self._skip > 0
         yield batch
 
     def _encode_batch(self, batch: list[str | None]) -> list[Ids]:
         """Return the ids of each text or end of a document. The library has threads for a batch."""
-        import numpy as np
-
         end = np.array([self.end_id() or 0], np.int64)
         texts = [text for text in batch if text is not None]
         encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))

@@ -32,21 +32,14 @@ class Row(NamedTuple):
     broken: str = ""
 
 
-class Format(NamedTuple):
-    """How to read a format: a stream, its name, and the fields that are needed (all, if empty)."""
-
-    rows: Callable[[BinaryIO, str, Collection[str]], Iterator[Row]]
-    seeks: bool = False
-
-
 def read_rows(file: SourceFile, fields: Collection[str]) -> Iterator[Row]:
     """Yield the rows with these fields, such as ``meta.text``, or all fields. An unknown ending means JSONL.
 
     Errors: DataError: the file cannot be read.
     """
-    form = FORMATS.get(file.endings[0], FORMATS[".jsonl"])
-    with opened(file, seeks=form.seeks) as stream:
-        yield from form.rows(stream, file.path, fields)
+    read = FORMATS.get(file.endings[0], _json_lines)
+    with opened(file, seeks=read is _parquet) as stream:
+        yield from read(stream, file.path, fields)
 
 
 def value_of(row: Any, name: str) -> Any:
@@ -159,10 +152,13 @@ def _check_names(names: Sequence[str], path: str, fields: Collection[str]) -> No
         )
 
 
-FORMATS: Mapping[str, Format] = {
-    ".jsonl": Format(_json_lines),
-    ".ndjson": Format(_json_lines),
-    ".csv": Format(_csv),
-    ".parquet": Format(_parquet, seeks=True),
+FORMATS: Mapping[str, Callable[[BinaryIO, str, Collection[str]], Iterator[Row]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".csv": _csv,
+    ".parquet": _parquet,
 }
-"""The formats by the ending of a file's name, before that of a compression."""
+"""Readers by the ending of a file's name, before that of a compression.
+
+They get a stream, its name, and the fields that are needed (all, if empty).
+"""

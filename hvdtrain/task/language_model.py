@@ -8,22 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.task.base import Loss, Metrics, SequencePart, Task
-from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.task.corpus import open_corpus
-from hvdtrain.task.lora import add_adapters, parse_lora
-from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG, find_model
-from hvdtrain.task.sequence import choose_attention, divide_attention
+from hvdtrain.task.model_config import ModelConfig
 from hvdtrain.task.text_config import TextConfig
-from hvdtrain.task.token_loss import (
-    MtpLoss,
-    Targets,
-    chat_targets,
-    check_separation,
-    joined_targets,
-    mtp_metrics,
-    separate_targets,
-    token_loss,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +28,12 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         ConfigError: options conflict.
         DataError: data is missing, unreadable, empty, too short, or does not match the model.
     """
+    from hvdtrain.task.causal_lm import causal_lm
     from hvdtrain.task.chunked_loss import returns_product_of_head
+    from hvdtrain.task.corpus import open_corpus
+    from hvdtrain.task.lora import add_adapters, parse_lora
+    from hvdtrain.task.saved_model import find_model
+    from hvdtrain.task.token_loss import chat_targets, joined_targets, mtp_metrics, separate_targets, token_loss
 
     lora = parse_lora(model.lora) if model.lora is not None else None  # before the data takes time
     source = find_model(model.from_, config=model.config) if model.from_ else None
@@ -52,15 +43,14 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     made = causal_lm(model, source, vocabulary=corpus.vocabulary, seq_len=data.seq_len, may_read_later=later)
     if lora is not None:
         add_adapters(made, lora)
-    targets: Callable[[Any], Targets] = joined_targets
+    targets: Callable[[Any], Any] = joined_targets
     if corpus.is_chat:
         targets = partial(chat_targets, apart=data.separate, config=made.config)
     elif corpus.end is not None:
         targets = partial(separate_targets, end=corpus.end, config=made.config)
-    mtp = MtpLoss(model.mtp_layers, model.mtp_weight) if model.mtp_layers else None
-    chunks = returns_product_of_head(made)
-    loss = partial(token_loss, targets=targets, mtp=mtp, chunks=chunks)
-    metrics = partial(mtp_metrics, targets=targets, count=mtp.count, chunks=chunks) if mtp else None
+    layers, chunks = model.mtp_layers, returns_product_of_head(made)
+    loss = partial(token_loss, targets=targets, mtp=(layers, model.mtp_weight), chunks=chunks)
+    metrics = partial(mtp_metrics, targets=targets, count=layers, chunks=chunks) if layers else None
     notes = [source.note] if source is not None else []
     notes += [corpus.note] if corpus.note else []
     return Task(
@@ -75,7 +65,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
         remakes_frozen=lora is not None,
         files={**_model_files(made, adapters=lora is not None), **corpus.tokenizer},
         by_part=partial(_by_part, made, data, loss, metrics),
-        prepare=_make_prepare(made, model.attention, data, notes),
+        prepare=partial(_prepare, made, model.attention, data, notes),
     )
 
 
@@ -83,24 +73,24 @@ def _by_part(
     model: nn.Module, data: TextConfig, loss: Callable[..., Any], metrics: Callable[..., Any] | None, part: SequencePart
 ) -> Loss | tuple[Loss, Metrics]:
     """Return the loss of a part of each sequence. Errors: ConfigError: the model cannot be divided."""
+    from hvdtrain.task.sequence import divide_attention
+
     divide_attention(model, part, data.seq_len, apart=data.separate)
     own = partial(loss, part=part)
     return own if metrics is None else (own, partial(metrics, part=part))
 
 
-def _make_prepare(
-    model: nn.Module, wanted: str, data: TextConfig, notes: Sequence[str]
-) -> Callable[[torch.device, torch.dtype], str]:
-    def prepare(device: torch.device, dtype: torch.dtype) -> str:
-        from hvdtrain.state.placeholder import Placeholder
+def _prepare(
+    model: nn.Module, wanted: str, data: TextConfig, notes: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> str:
+    from hvdtrain.state.placeholder import Placeholder
+    from hvdtrain.task.sequence import choose_attention
+    from hvdtrain.task.token_loss import check_separation
 
-        # FSDP gives values to rank 0 only, which checks for all.
-        if data.separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
-            check_separation(model)
-        kernel = choose_attention(model, wanted, device, dtype, tokens=data.seq_len)
-        return "; ".join([*notes, kernel])
-
-    return prepare
+    # FSDP gives values to rank 0 only, which checks for all.
+    if data.separate and not any(isinstance(p, Placeholder) or p.is_meta for p in model.parameters()):
+        check_separation(model)
+    return "; ".join([*notes, choose_attention(model, wanted, device, dtype, tokens=data.seq_len)])
 
 
 def _model_files(model: Any, *, adapters: bool) -> dict[str, bytes]:
@@ -109,6 +99,8 @@ def _model_files(model: Any, *, adapters: bool) -> dict[str, bytes]:
     Weights of adapters alone are no model to transformers: it would fill in random values. Then only `hvdtrain` reads
     the description, and its name says of what it is.
     """
+    from hvdtrain.task.saved_model import BASE_CONFIG, CONFIG
+
     described = copy.deepcopy(model.config)
     described.architectures = [type(model).__name__]
     described.dtype = "float32"

@@ -10,13 +10,12 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from hvdtrain.errors import ETC, ConfigError, listed
 from hvdtrain.task.base import import_library
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _FORM = "rank=16, or rank=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 _SHOWN = 12  # names of layers in an error
@@ -75,8 +74,6 @@ def add_adapters(model: nn.Module, options: LoraOptions) -> None:
 
     Errors: TaskError: peft is missing; ConfigError: the model has no such layers.
     """
-    from torch import nn
-
     peft = import_library("peft", "--model.lora", "lm")
     holder = nn.Module()  # peft converts the names of layers in models that have a config
     holder.model = model
@@ -104,8 +101,6 @@ def find_targets(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
 
     Errors: ConfigError: there are none for one of the `targets`, or no linear layers.
     """
-    from torch import nn
-
     conv1d = import_library("transformers.pytorch_utils", "--model.lora", "lm").Conv1D  # GPT-2's linear layer
     head = getattr(model, "get_output_embeddings", lambda: None)()
     modules = model.named_modules()

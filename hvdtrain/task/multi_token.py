@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from hvdtrain.errors import ConfigError, TaskError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OPTION = "--model.mtp_layers"
 
@@ -65,7 +65,6 @@ def with_mtp_layers(kind: Any) -> Any:
     Its `forward` also takes `mtp_ids`, for each layer the ids (B, T) of the tokens which the layer before predicts.
     It then returns the logits of the next token, and a list of those of each layer, (B, T, V).
     """
-    import torch
     from transformers.masking_utils import create_causal_mask
 
     class Model(kind):  # type: ignore[misc]
@@ -122,9 +121,6 @@ def with_mtp_layers(kind: Any) -> Any:
 
 
 def _layer(kind: Any) -> Any:
-    import torch
-    from torch import nn
-
     class Layer(kind):  # type: ignore[misc]
         takes_embeddings = True  # after the model's last layer
 

@@ -14,6 +14,8 @@ from tempfile import mkdtemp
 
 from hvdtrain.errors import TransientDataError
 from hvdtrain.files import fsync, fsync_folder
+from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
+from hvdtrain.runtime.environment import environ
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +37,6 @@ def once_per_host(
 
     Errors: TransientDataError: neither folder is writable.
     """
-    from hvdtrain.install.build_probe import cache_folder, is_mine, substitute_folder
-    from hvdtrain.runtime.environment import environ
-
     own, substitute = cache_folder(environ()) / name, substitute_folder() / name
 
     def find_whole() -> Path | None:
@@ -86,8 +85,8 @@ def _build_in(
             temporary.mkdir(exist_ok=True)
             try:
                 build(temporary)
-            except BaseException as error:
-                keeps = continues and isinstance(error, TransientDataError | KeyboardInterrupt)
+            except (TransientDataError, KeyboardInterrupt):
+                keeps = continues
                 raise
             fsync_folder(temporary)
             try:

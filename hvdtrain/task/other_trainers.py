@@ -19,15 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from hvdtrain.errors import TaskError, listed
 from hvdtrain.files import read_regular
 from hvdtrain.programs import answer
+from hvdtrain.state.pieces import plain_names
 from hvdtrain.task.once_per_host import once_per_host
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SOURCE = "source.json"
 """File in a folder of converted weights: of what they are, and which tensors have no place in the model."""
@@ -60,8 +61,6 @@ _ALLOWED = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        import torch
-
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (module, name) not in _ALLOWED:
@@ -80,7 +79,6 @@ def _refused(names: str) -> TaskError:
 
 def read_dcp(path: Path) -> Contents:
     """Read torch's distributed checkpoint, of any number of ranks. Errors: TaskError, and those of damaged files."""
-    import torch
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -146,8 +144,6 @@ READERS: Mapping[str, Callable[[Path], Contents]] = {
 
 
 def _load(path: Path) -> dict[str, Any]:
-    import torch
-
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
@@ -160,8 +156,6 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _of_state(state: Mapping[str, Any], outside: Sequence[str]) -> Contents:
-    import torch
-
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     others = [*outside, *(name for name in state if name not in tensors)]
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -176,8 +170,6 @@ def map_names(shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, tuple[int
 
     `own`: shapes of the model's tensors.
     """
-    from hvdtrain.state.pieces import plain_names
-
     plain, votes = plain_names(shapes), Counter[str]()
     for key, name in plain.items():
         parts = name.split(".")

@@ -16,19 +16,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from hvdtrain.errors import CheckpointError, ConfigError, TaskError, listed
 from hvdtrain.files import read_regular
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.state.checkpoint_store import BEST, MANIFEST, CheckpointStore, Measure, load
+from hvdtrain.state.pieces import StateDict, named_like, plain_names
+from hvdtrain.state.placeholder import Placeholder, parameters_without_memory
 from hvdtrain.task.encode import TOKENIZER, TOKENIZER_FILES, is_byte_tokenizer
 from hvdtrain.task.other_trainers import READERS, SOURCE, convert
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from hvdtrain.state.pieces import StateDict
-
 
 CONFIG, BASE_CONFIG = "config.json", "base_config.json"
 """Files of a checkpoint that describe the model; the second one if the checkpoint has only adapters of it."""
@@ -78,9 +79,6 @@ class SavedModel:
 
     def load(self) -> StateDict:
         """Read and verify the model of a checkpoint, under `plain_names`. Errors: CheckpointError."""
-        from hvdtrain.state.checkpoint_store import load
-        from hvdtrain.state.pieces import named_like, plain_names
-
         state = load(self.folder, groups={"model"})
         return named_like(state, plain_names([*state.tensors["model"], *state.values["aliases"]]).values())
 
@@ -93,8 +91,6 @@ def find_model(name: str, option: str = "--model.from", config: str | None = Non
 
     Errors: ConfigError: there is none; those of `convert`.
     """
-    from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
-
     path = Path(name).expanduser()
     if is_of_other_trainer(name) and not path.exists():
         return _of_other_trainer(name, option, config)
@@ -147,8 +143,6 @@ def _of_other_trainer(name: str, option: str, config: str | None) -> SavedModel:
 
 def _checkpoint_of(run: Path, which: str, option: str) -> Path:
     """Return the folder of the best checkpoint of a run, or of that of a step. Errors: ConfigError: there is none."""
-    from hvdtrain.state.checkpoint_store import BEST, CheckpointStore, Measure
-
     layout = RunLayout(run)
     store = CheckpointStore(layout.checkpoints, lambda text: None)
     saves = store.list()
@@ -218,8 +212,6 @@ class StoredWeights:
             ) from error
 
     def _read(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
         first, (shape, dtype) = self._first[name], self._own[name]
         found = self._sources[first]
         paths = {key: self._files[key] for key, _ in found}
@@ -244,8 +236,6 @@ def files_of(folder: Path) -> dict[str, Path]:
         return {key: folder / name for key, name in json.loads(read_regular(folder / _INDEX))["weight_map"].items()}
     if not (folder / WHOLE).is_file():
         return {}
-    from safetensors import safe_open
-
     with safe_open(folder / WHOLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / WHOLE)
 
@@ -259,10 +249,6 @@ def model_to_read(auto: Any, folder: Path, config: Any, kernel: Mapping[str, str
     `auto`: a class of transformers that makes models. `folder`: with config.json and safetensors files. `kernel`:
     further arguments of the model.
     """
-    import torch
-
-    from hvdtrain.state.placeholder import Placeholder, parameters_without_memory
-
     if getattr(config, "quantization_config", None) is not None or not (files := files_of(folder)):
         return None
     with parameters_without_memory(draw=False):

@@ -12,17 +12,21 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils, utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from hvdtrain.comm.dimensions import check_divides
 from hvdtrain.errors import ConfigError, TaskError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from hvdtrain.task.base import SequencePart
-
+from hvdtrain.state.placeholder import Placeholder
+from hvdtrain.task import blocked_attention
+from hvdtrain.task.base import SequencePart
 
 _TOKENS = 16
 _VERSIONS = (3, 2, 4)  # of flash attention, in the order of preference
@@ -38,8 +42,6 @@ def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch
 
     Errors: ConfigError: what is wanted by name is not supported.
     """
-    from hvdtrain.task import blocked_attention
-
     reason = ""
     if wanted in ("auto", "flash"):
         reason = _use_flash(model, device, dtype)
@@ -59,8 +61,6 @@ def choose_attention(model: Any, wanted: str, device: torch.device, dtype: torch
 
 def _use_flash(model: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Let the model use flash attention; return why not, or an empty text."""
-    import torch
-
     if device.type != "cuda":
         return "flash attention needs a GPU"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -90,16 +90,11 @@ def _use_flash(model: Any, device: torch.device, dtype: torch.dtype) -> str:
 
 def _is_installed(version: int) -> bool:
     """Return whether the library of a version is installed; transformers would download another kernel."""
-    from transformers import utils
-
     return bool(getattr(utils, f"is_flash_attn_{version}_available", lambda: False)())
 
 
 def _try(config: Any, name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Run forward and backward on a few tokens, with the model's sizes of heads."""
-    import torch
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     key, value = head_sizes(config)
     given = [
         torch.zeros(1, 1, _TOKENS, size, device=device, dtype=dtype, requires_grad=True) for size in (key, key, value)
@@ -121,8 +116,6 @@ def head_sizes(config: Any) -> tuple[int, int]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide the warnings of transformers about weights on the CPU, or in fp32: they move, and autocast casts."""
-    from transformers.utils import logging
-
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -139,12 +132,6 @@ def divide_attention(model: Any, part: SequencePart, seq_len: int, *, apart: boo
 
     Errors: ConfigError: the tokens, the heads or the attention cannot be divided.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from hvdtrain.task import blocked_attention
-
     text, used = model.config.get_text_config(), model.config._attn_implementation
     used = "sdpa" if used == blocked_attention.NAME else used
     heads = getattr(text, "num_attention_heads", 0)
@@ -237,12 +224,10 @@ def _check_full_attention(model: Any, used: str) -> None:
 def _mask(q_length: int, kv_length: int, *, count: int, places: _Places | None, inner: Any, **options: Any) -> Any:
     """Make a mask for all tokens."""
     if places is not None and places.whole_BT is not None:
-        from transformers import masking_utils as masks
-
         # Instead of the one for this part, which the model has made of its positions.
-        found = masks.find_packed_sequence_indices(places.whole_BT)
-        documents = [] if found is None else [masks.packed_sequence_mask_function(found)]
-        options["mask_function"] = masks.and_masks(masks.causal_mask_function, *documents)
+        found = masking_utils.find_packed_sequence_indices(places.whole_BT)
+        documents = [] if found is None else [masking_utils.packed_sequence_mask_function(found)]
+        options["mask_function"] = masking_utils.and_masks(masking_utils.causal_mask_function, *documents)
         options["allow_is_causal_skip"] = not documents
     if options.get("attention_mask") is not None:
         raise TaskError("--parallel.cp does not support an attention mask of the task", expected="a causal model")
@@ -256,12 +241,6 @@ def _check_mixing(model: Any) -> None:
 
     Errors: ConfigError: without attention, the logits of a token depend on another one.
     """
-    import torch
-    from torch._subclasses import FakeTensor
-    from transformers import AttentionInterface
-
-    from hvdtrain.state.placeholder import Placeholder
-
     if any(isinstance(p, (Placeholder, FakeTensor)) for p in model.parameters()):
         return  # the rank with values checks for all
     used, modes = model.config._attn_implementation, {module: module.training for module in model.modules()}

@@ -11,24 +11,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hvdtrain.errors import DataError, listed
-from hvdtrain.task.encode import Document
+from hvdtrain.task.encode import Document, Encoder, Ids
 from hvdtrain.task.formats import FORMATS, MISSING, ROWS_FORMAT, Row, Skipped, read_rows, value_of
 from hvdtrain.task.source_files import ReadBytes, SourceFile, local_files, opened
-
-if TYPE_CHECKING:
-    from hvdtrain.task.encode import Encoder, Ids
 
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECE_BYTES = 1 << 20
 _FIELDS = ("text", "content")  # names of the field with the text; the first one in a row is used
 _MARKS = {  # longer ones first, because one begins with a shorter one
-    codecs.BOM_UTF32_LE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
-    codecs.BOM_UTF32_BE: ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
-    codecs.BOM_UTF16_LE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
-    codecs.BOM_UTF16_BE: ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    **dict.fromkeys((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), ("UTF-32", "iconv -f UTF-32 -t UTF-8")),
+    **dict.fromkeys((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), ("UTF-16", "iconv -f UTF-16 -t UTF-8")),
     b"\x1f\x8b": ("gzip", "gunzip '{path}'; or end its name in .gz"),
     b"\x28\xb5\x2f\xfd": ("Zstandard", "unzstd '{path}'; or end its name in .zst"),
     b"\xfd7zXZ": ("xz", "unxz '{path}'"),
@@ -83,7 +78,7 @@ def text_source(
     chosen = set() if rows else _choose_heldout(files, heldout)
 
     def part(*, held: bool) -> Iterator[Ids]:
-        whole = (_whole(file) for file in files if (file in chosen) == held)
+        whole = (Document(_pieces(file), file.path) for file in files if (file in chosen) == held)
         return encoder.encode(rows.part(held=held) if rows else whole)
 
     identity = [ROWS_FORMAT, name, skips] if rows else []
@@ -140,7 +135,7 @@ class _Documents:
     def _all(self, skipped: Skipped) -> Iterator[Document]:
         for file in self.files:
             if not has_rows([file]):
-                yield _whole(file)
+                yield Document(_pieces(file), file.path)
                 continue
             for row in read_rows(file, [self.name]):
                 value = value_of(row.values, self.name)
@@ -206,10 +201,6 @@ def _choose_heldout(files: list[SourceFile], share: float) -> set[SourceFile]:
 def _hash01(name: str) -> float:
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:7], "big") / (1 << 56)
-
-
-def _whole(file: SourceFile) -> Document:
-    return Document(_pieces(file), file.path)
 
 
 def _pieces(file: SourceFile) -> Iterator[bytes]:

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from hvdtrain.errors import DataError
 from hvdtrain.files import open_regular, write_text
+from hvdtrain.task.encode import Ids
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
     from torch.utils.data import Dataset
-
-    from hvdtrain.task.encode import Ids
 
     TensorDataset = Dataset[Tensor]
 else:
@@ -56,8 +56,6 @@ class TokenFile:
     @classmethod
     def load(cls, folder: Path) -> TokenFile | None:
         """Read the description that `save` wrote; None if it or the file is incomplete."""
-        import numpy as np
-
         try:
             about = json.loads((folder / _ABOUT).read_text(encoding="utf-8"))
             if about.pop("format") != FORMAT:
@@ -71,8 +69,6 @@ class TokenFile:
 
     def map(self) -> Ids:
         """Map all ids, of shape (train + heldout,). Pages load on access."""
-        import numpy as np
-
         mapped = np.memmap(
             self.path, np.dtype(self.dtype), mode="r", offset=self.offset_bytes, shape=(self.train + self.heldout,)
         )
@@ -95,8 +91,6 @@ def write_tokens(
     of `train`. `tail`: fraction of `train` to hold out if `heldout` is None. `note`: called at the end for a line about
     the ids. `skip`: called before each of both with the number of pieces that are written already, and ignored.
     """
-    import numpy as np
-
     dtype = np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
     digest = hashlib.sha256()
     counts, pieces_done = _read_progress(folder)
@@ -165,8 +159,6 @@ def describe_npy(path: Path, tail: float) -> TokenFile:
 
 
 def _mapped(path: Path) -> np.memmap[Any, Any]:
-    import numpy as np
-
     try:
         open_regular(path).close()  # numpy would block on a FIFO
         loaded = np.load(path, mmap_mode="r", allow_pickle=False)

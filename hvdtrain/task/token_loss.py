@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hvdtrain.errors import TaskError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from hvdtrain.task.base import SequencePart
+from hvdtrain.task.base import SequencePart
+from hvdtrain.task.chat import COUNTED, FIRST, MARKS
+from hvdtrain.task.chunked_loss import loss_in_head, summed_loss
 
 IGNORED = -100  # target of a position without a loss, as torch has it
-
-COUNTED, FIRST, MARKS = 1, 2, 2
-"""Marks of a token of a conversation, in the lowest `MARKS` bits before its id: it has a loss; it is the first one."""
-
-
-@dataclass(frozen=True)
-class MtpLoss:
-    """Layers that predict tokens after the next one, see `multi_token`, and the weight of the mean of their losses."""
-
-    count: int
-    weight: float
 
 
 class Targets(NamedTuple):
@@ -96,23 +86,23 @@ def token_loss(
     *,
     targets: Callable[[Any], Targets] = joined_targets,
     part: SequencePart | None = None,
-    mtp: MtpLoss | None = None,
+    mtp: tuple[int, float] = (0, 0.0),
     chunks: bool = False,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the summed cross entropy of a batch's targets, and their number.
 
     `model`: takes `input_ids`, and `position_ids` if documents are separate; returns an object with `logits`. `part`:
-    as of `next_token_loss`. `mtp`: adds the gradients of the losses of tokens further ahead, in training; the sum is
-    without them. `chunks`: whether the logits may be computed by chunks of tokens: see `chunked_loss`.
+    as of `next_token_loss`. `mtp`: number of layers that predict tokens after the next one (`multi_token`), and the
+    weight of the mean of their losses. In training it adds their gradients; the sum is without them. `chunks`: whether
+    the logits may be computed by chunks of tokens: see `chunked_loss`.
 
     Returns the sum in nats, in float32 for any dtype of logits; and the number.
     """
-    import torch
-
-    passes = _run(model, targets(batch), mtp.count if mtp is not None and model.training else 0, part, chunks)
+    count, weight = mtp
+    passes = _run(model, targets(batch), count if model.training else 0, part, chunks)
     loss, *ahead = (_summed(logits_BTV, found.targets_BT) for logits_BTV, found in passes)
-    if mtp is not None and ahead:
-        added = mtp.weight / mtp.count * torch.stack(ahead).sum()
+    if ahead:
+        added = weight / count * torch.stack(ahead).sum()
         loss = loss + (added - added.detach())
     return loss, passes[0][1].weight()
 
@@ -127,8 +117,6 @@ def mtp_metrics(
     chunks: bool = False,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the mean loss of the tokens further ahead, over all layers for them, as `Task.metrics` does."""
-    import torch
-
     ahead = _run(model, targets(batch), count, part, chunks)[1:]
     losses = [_summed(logits_BTV, found.targets_BT) for logits_BTV, found in ahead]
     counted = [(found.targets_BT != IGNORED).sum() for _, found in ahead]
@@ -142,8 +130,6 @@ def _run(
 
     Instead of logits it may be their loss, a tensor without dimensions.
     """
-    from hvdtrain.task.chunked_loss import loss_in_head
-
     found, *ahead = (_own(part, _shifted(whole, number)) for number in range(count + 1))
     given = {} if found.places_BT is None else {"position_ids": found.places_BT}
     with loss_in_head(model, [each.targets_BT for each in (found, *ahead)]) if chunks else nullcontext():
@@ -156,8 +142,6 @@ def _run(
 
 def _shifted(found: Targets, by: int) -> Targets:
     """Return the ids that layer number `by` gets, from 1, and its targets, which are as many places ahead."""
-    from torch.nn.functional import pad
-
     if not by:
         return found
     ids_BT = pad(found.inputs_BT[:, by:], (0, by))
@@ -170,16 +154,12 @@ def _shifted(found: Targets, by: int) -> Targets:
 
 def positions(starts_BT: Any) -> Tensor:
     """Return the position of each token in its document, by marks of first tokens. Each row begins a document."""
-    import torch
-
     places_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
     return places_T - torch.where(starts_BT, places_T, 0).cummax(dim=1).values
 
 
 def _own(part: SequencePart | None, found: Targets) -> Targets:
     """Return the targets of a part, with their positions in the document or the whole sequence."""
-    import torch
-
     if part is None:
         return found
     places_BT = found.places_BT
@@ -190,8 +170,6 @@ def _own(part: SequencePart | None, found: Targets) -> Targets:
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    from hvdtrain.task.chunked_loss import summed_loss
-
     return summed_loss(logits_BTV.flatten(0, 1), targets_BT.flatten()) if logits_BTV.dim() else logits_BTV
 
 
@@ -202,8 +180,6 @@ def check_separation(model: Any) -> None:
 
     Errors: TaskError: the model ignores the positions, such as one with a recurrent state.
     """
-    import torch
-
     ids = torch.arange(1, 9)[None] % model.config.get_text_config().vocab_size
     joined_T = torch.arange(8)[None]
     was_training = model.training

@@ -128,51 +128,35 @@ def DistributedOptimizer(
         return (comm, 1.0 / comm.size, 1.0) if predivide == 1.0 else (comm, 1.0 / predivide, predivide / comm.size)
 
     def trained() -> list[tuple[str, nn.Parameter]]:
-        return [
-            (names.get(parameter, f"group{number}.{index}"), parameter)
-            for number, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-            if parameter.requires_grad
-        ]
+        return [(names.get(p, name), p) for p, name in _numbered(optimizer).items() if p.requires_grad]
 
     attributes["_parameter_names"] = {parameter: name for name, parameter in trained()}  # as Horovod's has
     grouped = _groups(groups, trained())
     comm, weight, factor = terms()
-    name = fresh_name(process_set)
+    common: dict[str, Any] = {"weight": weight, "factor": factor, "passes": backward_passes_per_step}
+    common["name"] = fresh_name(process_set)
+    exchange: Any
     if shard != "none":
         refuse_second(optimizer)
-        divided = divide_optimizer(
-            optimizer,
-            _all_named(names, optimizer),
+        own = _numbered(optimizer)
+        named = [(name, p) for p, name in names.items() if p in own] or [(name, p) for p, name in own.items()]
+        common |= {"shard": shard, "variables": info.variables}
+        exchange = divide_optimizer(optimizer, named, comm, ours, session, **common)
+    else:
+        device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
+        chosen = resolve_compression(ours, device, info.variables)
+        reducer = Reducer(
+            trained,
             comm,
-            ours,
-            session,
-            shard=shard,
-            variables=info.variables,
-            weight=weight,
-            factor=factor,
-            passes=backward_passes_per_step,
-            name=name,
+            chosen,
+            bucket_bytes=prepare_exchange(chosen, comm, info.variables),
+            groups=grouped,
+            sparse_as_dense=sparse_as_dense,
+            as_views=gradient_as_bucket_view,
+            **common,
         )
-        wrapped = exchanging(optimizer, divided)
-        wrapped.__dict__.update(attributes)
-        return wrapped
-    device = next((parameter.device for _, parameter in trained()), torch.device("cpu"))
-    chosen = resolve_compression(ours, device, info.variables)
-    reducer = Reducer(
-        trained,
-        comm,
-        chosen,
-        bucket_bytes=prepare_exchange(chosen, comm, info.variables),
-        weight=weight,
-        factor=factor,
-        passes=backward_passes_per_step,
-        groups=grouped,
-        sparse_as_dense=sparse_as_dense,
-        as_views=gradient_as_bucket_view,
-        name=name,
-    )
-    wrapped = exchanging(optimizer, Exchange(reducer, terms, session))
+        exchange = Exchange(reducer, terms, session)
+    wrapped = exchanging(optimizer, exchange)
     wrapped.__dict__.update(attributes)
     return wrapped
 
@@ -199,14 +183,10 @@ def _check_shard(shard: str, op: Any, compression: Any, groups: Any, *, sparse_a
         )
 
 
-def _all_named(names: dict[nn.Parameter, str], optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of the optimizer, in the order of their names."""
-    own = {
-        parameter: f"group{number}.{index}"
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-    }
-    return [(name, p) for p, name in names.items() if p in own] or [(name, p) for p, name in own.items()]
+def _numbered(optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """Return the parameters of the optimizer, named by their places in its groups."""
+    groups = enumerate(optimizer.param_groups)
+    return {p: f"group{number}.{index}" for number, group in groups for index, p in enumerate(group["params"])}
 
 
 def _names(

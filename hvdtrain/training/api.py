@@ -85,12 +85,10 @@ def train(
 
 
 def _options(config: Config | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    if config is None:
-        return {}
     if isinstance(config, Config):
         return asdict(config)
-    if isinstance(config, Mapping):
-        return dict(config)
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
     if isinstance(config, (str, Path)):
         options = read_yaml(Path(config))
         folder = parse.run_folder_of_config(Path(config), options.get("resume", Config.resume))

@@ -82,8 +82,7 @@ def evaluate_run(
     if comm.size > 1:
         broadcast_state(state, comm)
     precision = Precision(config.precision, device, Bf16Weights(model) if config.precision == BF16_WEIGHTS else None)
-    on_cuda = device.type == "cuda"
-    samples = HeldOut(task, comm, config, on_cuda=on_cuda)
+    samples = HeldOut(task, comm, config, on_cuda=device.type == "cuda")
     if not samples.count:
         raise DataError(
             "there are no samples to evaluate on",

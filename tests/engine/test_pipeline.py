@@ -38,7 +38,7 @@ from hvdtrain.state.divided import (
     shares,
     take_rows,
 )
-from hvdtrain.task.presets import preset_config
+from hvdtrain.task.model_config import preset_config
 
 PP2, CPU = Dimensions(pp=2), torch.device("cpu")
 

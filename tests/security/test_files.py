@@ -17,7 +17,7 @@ from tests.support.payload import MakesFolder
 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: make setup")
-    from hvdtrain.task.language_model import ModelConfig, causal_lm
+    from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 
     marker = tmp_path / "was here"
     (tmp_path / "evil.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).mkdir()\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.task.language_model import ModelConfig, causal_lm
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from tests.support.gallery import Recorded, record_on_threads
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")

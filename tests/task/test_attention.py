@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hvdtrain.errors import ConfigError
 from hvdtrain.task import sequence
-from hvdtrain.task.language_model import ModelConfig, causal_lm
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.sequence import choose_attention, head_sizes
 from tests.support.gallery import LANGUAGE
 from tests.support.thread_job import train_on_threads

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import open_corpus
-from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
+from hvdtrain.task.language_model import language_model
 from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import check_separation, next_token_loss, positions, separate_targets, token_loss
 from tests.task.test_architectures import MODELS, SHAPE
@@ -129,6 +130,6 @@ def test_separate_documents_are_asked_for(tmp_path: Any, monkeypatch: pytest.Mon
     assert (float(weight), all_tokens) == (15, 16)
     assert loss.item() != pytest.approx(joined.item(), rel=1e-3)
     checked: list[Any] = []
-    monkeypatch.setattr("hvdtrain.task.language_model.check_separation", checked.append)
+    monkeypatch.setattr("hvdtrain.task.token_loss.check_separation", checked.append)
     assert task.prepare is not None and task.prepare(torch.device("cpu"), torch.float32)
     assert checked == [task.model]

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import ConfigError, DataError, TaskError
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.task.corpus import open_corpus
 from hvdtrain.task.image import image
-from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
+from hvdtrain.task.language_model import language_model
 from hvdtrain.task.lora import LoraOptions, add_adapters
 from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import next_token_loss

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import ConfigError
-from hvdtrain.task.language_model import ModelConfig, causal_lm, language_model
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
+from hvdtrain.task.language_model import language_model
 from hvdtrain.task.lora import LoraOptions, add_adapters, parse_lora
 from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import next_token_loss

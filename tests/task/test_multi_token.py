@@ -22,7 +22,6 @@ from hvdtrain.task.saved_model import SavedModel
 from hvdtrain.task.text_config import TextConfig
 from hvdtrain.task.token_loss import (
     MARKS,
-    MtpLoss,
     chat_targets,
     joined_targets,
     mtp_metrics,
@@ -34,7 +33,7 @@ from tests.task.test_sequence import check_parts
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-TOKENS, END, MTP = 12, 1, MtpLoss(2, 0.3)
+TOKENS, END, MTP = 12, 1, (2, 0.3)
 ROWS = torch.randint(2, 257, (3, TOKENS + 1), generator=torch.Generator().manual_seed(5))
 
 
@@ -129,7 +128,7 @@ def test_an_evaluation_has_the_loss_of_the_next_token() -> None:
     model = _model().eval()
     monitored: list[int] = []
     model.model.layers[2].register_forward_hook(lambda *_: monitored.append(1))
-    assert torch.equal(*(token_loss(model, ROWS, targets=joined_targets, mtp=each)[0] for each in (None, MTP)))
+    assert torch.equal(*(token_loss(model, ROWS, targets=joined_targets, mtp=each)[0] for each in ((0, 0.0), MTP)))
     assert not monitored
 
 

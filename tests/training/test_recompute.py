@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.errors import ConfigError, TaskError
-from hvdtrain.task.language_model import ModelConfig, causal_lm
+from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 from hvdtrain.training.loop.recompute import checkpoint_blocks
 from tests.support.gallery import LANGUAGE, Recorded
 from tests.support.stack import Stack

@@ -220,7 +220,7 @@ def test_the_host_reads_the_result_after_the_device_got_the_update(monkeypatch: 
 
 def test_autocast_covers_the_experts() -> None:
     """The products of experts of the tiny DeepSeek model are in bf16, and their gradients in fp32."""
-    from hvdtrain.task.language_model import ModelConfig, causal_lm
+    from hvdtrain.task.causal_lm import ModelConfig, causal_lm
 
     multiply = nn.functional.grouped_mm
     seen = list[set[torch.dtype]]()

@@ -140,12 +140,12 @@ class Callbacks:
             )
         self.asked: list[str] = []
         self.why: str | None = None
-        self._of_round: Training | None = None
+        self._training: Any = None  # a `Training`, from `begin` to `end_round`
         self._has_begun = False
 
     def begin(self, training: Training, comm: Comm) -> None:
         """Begin a round. Collective: yes. Errors: ConfigError: other ranks have other callbacks."""
-        self._of_round, self._comm = training, comm
+        self._training, self._comm = training, comm
         names = allgather_json(comm, list(self.by_name), name="callbacks/names")
         if names.count(names[0]) < len(names):
             other = next(rank for rank, found in enumerate(names) if found != names[0])
@@ -161,14 +161,9 @@ class Callbacks:
         self._has_begun = True
         self._agree()
 
-    @property
-    def _training(self) -> Training:
-        assert self._of_round is not None
-        return self._of_round
-
     def end_round(self) -> None:
         """Release the round, because its engine has memory."""
-        self._of_round = None
+        self._training = None
 
     def on_step(self, record: Mapping[str, Any]) -> None:
         """Call those that are due."""

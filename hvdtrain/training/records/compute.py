@@ -42,19 +42,17 @@ class FirstPass(StepPart):
         self._is_counted = True
         with FlopCount() as count:
             yield
-        if count.flops:
-            self.event(self._facts(count.flops))
-
-    def _facts(self, flops: int) -> dict[str, Any]:
+        if not count.flops:
+            return
         device, config = self.device, self.config
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         own = config.observe.peak_tflops
         precision = config.precision.removesuffix("-weights")
         peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=allows_tf32())
-        return {
-            "event": "flops",
-            "per_sample": (1 + _BACKWARD) * flops * self.same_samples / config.train.micro_batch,
+        facts = {
+            "per_sample": (1 + _BACKWARD) * count.flops * self.same_samples / config.train.micro_batch,
             "device": name,
             "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
             "peak_source": peak[1] if peak else None,
         }
+        self.event({"event": "flops", **facts})

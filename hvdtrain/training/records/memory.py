@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -64,10 +65,9 @@ def unused_memory(device: torch.device) -> dict[str, float]:
 
 def failing_module(error: BaseException, model: nn.Module) -> str:
     """Return the name of the innermost module in the traceback of an error; empty if there is none."""
-    names, found, traceback = {id(module): name for name, module in model.named_modules()}, "", error.__traceback__
-    while traceback is not None:
-        found = names.get(id(traceback.tb_frame.f_locals.get("self")), found)
-        traceback = traceback.tb_next
+    names, found = {id(module): name for name, module in model.named_modules()}, ""
+    for frame, _ in walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
     return found
 
 

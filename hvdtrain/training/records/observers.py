@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from hvdtrain.comm.base import Comm, TimelineComm
+from hvdtrain.comm.base import TimelineComm
 from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.schema import ObserveConfig
@@ -25,14 +25,13 @@ from hvdtrain.observe.clocks import AT_START, Clocks
 from hvdtrain.observe.horovod_timeline import HorovodTimeline
 from hvdtrain.observe.host_load import ASIDE, HostLoad
 from hvdtrain.observe.monitor import Monitor, MonitorThread, gpu_identity
-from hvdtrain.observe.sinks import Background, Recorder, sink_maker
+from hvdtrain.observe.sinks import Background, sink_maker
 from hvdtrain.observe.span_trace import SpanTrace
 from hvdtrain.observe.stamps import StepFile, starts_so_far
 from hvdtrain.observe.step_format import VERSION, StartLine
 from hvdtrain.observe.step_stamps import StepStamps
 from hvdtrain.observe.tensorboard import TensorBoard, is_installed
 from hvdtrain.observe.trackers import TRACKERS, Tracker, check_installed
-from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.environment import rank_label
 from hvdtrain.runtime.tuning import ASK, TimelinePlan
@@ -51,7 +50,8 @@ _LINK_S, _NETWORK_S = 0.08, 0.5  # time limit for measuring the link at each sta
 def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) -> None:
     """Add what needs no model: sinks, TensorBoard, the machine's monitor, Horovod's Timeline. Collective: yes.
 
-    Only a new recorder gets sinks; one of an earlier round has them.
+    Only a new recorder gets sinks; one of an earlier round has them. Horovod's Timeline is recorded if rank 0's plan
+    says so; if not, a line says why, once.
     """
     comm, recorder = current.comm, current.recorder
     if current.is_new:
@@ -60,9 +60,16 @@ def add_job_observers(current: Round, plan: TimelinePlan, sinks: Sequence[Any]) 
         recorder.add_watcher(MonitorThread(Monitor(gpu_identity(current.worker.device)).sample, recorder.event))
         observe = current.run.config.observe
         if observe.watch_every_s and observe.timeline != "off":
-            folder, every_s = current.layout.folder, observe.watch_every_s
-            recorder.add_watcher(VerdictWatch(folder, every_s, recorder.say, recorder.event, recorder.show))
-    add_horovod_timeline(recorder, plan, current.layout, comm, quiet=not current.is_new)
+            run, every_s = current.layout.folder, observe.watch_every_s
+            recorder.add_watcher(VerdictWatch(run, every_s, recorder.say, recorder.event, recorder.show))
+    window = Window(*broadcast_json(comm, [plan.window.first, plan.window.last], name="timeline"))
+    if window:
+        horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
+        folder = current.layout.timeline.folder
+        recorder.add_watcher(HorovodTimeline(comm, horovod, window, folder, recorder.warn))
+    elif plan.reason and comm.size > 1 and current.is_new:
+        how = f"; to record it nevertheless: {ASK}" if plan.kind == "spans" else ""
+        recorder.say(f"Horovod's Timeline: {plan}{how}")
 
 
 def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
@@ -158,23 +165,6 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         recorder.add_sink(partial(TensorBoard, layout.tensorboard, layout.journal, gpu=gpu), "TensorBoard")
     else:
         recorder.warn('TensorBoard is not installed, so nothing is written for it: pip install "hvdtrain[tensorboard]"')
-
-
-def add_horovod_timeline(
-    recorder: Recorder, plan: TimelinePlan, layout: RunLayout, comm: Comm, *, quiet: bool = False
-) -> HorovodTimeline | None:
-    """Record Horovod's Timeline if rank 0's plan says so; if not, say why, unless `quiet`. Collective: yes."""
-    first, last = broadcast_json(comm, [plan.window.first, plan.window.last], name="timeline")
-    window = Window(first, last)
-    if not window:
-        if plan.reason and comm.size > 1 and not quiet:
-            how = f"; to record it nevertheless: {ASK}" if plan.kind == "spans" else ""
-            recorder.say(f"Horovod's Timeline: {plan}{how}")
-        return None
-    horovod = comm if comm.rank == 0 and isinstance(comm, TimelineComm) else None
-    timeline = HorovodTimeline(comm, horovod, window, layout.timeline.folder, recorder.warn)
-    recorder.add_watcher(timeline)
-    return timeline
 
 
 def add_listeners(spans: Spans, observe: ObserveConfig, device: torch.device, stack: ExitStack) -> None:

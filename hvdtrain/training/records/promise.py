@@ -19,10 +19,8 @@ from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.ending import Ending, Pace, due, ending
 from hvdtrain.timeline.analysis.stats import mean_of
 
-_FIRST_STEPS = 5
-"""Of a start, which warm up."""
-_LATEST = 4
-"""The first promise waits for an evaluation and a checkpoint, but not beyond this part of the run."""
+_FIRST_STEPS = 5  # of a start, which warm up
+_LATEST = 4  # the first promise waits for an evaluation and a checkpoint, but not beyond this part of the run
 _MOST_BLOCKS = 64
 _NAMES = {"wait": "the wait for sums", "gather": "the wait for parameters", "activations": "the wait for activations"}
 

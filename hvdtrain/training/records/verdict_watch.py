@@ -15,8 +15,7 @@ from typing import Any
 from hvdtrain.timeline.report.terminal import changed
 
 _PATIENCE_S = 600.0
-_REST = 100
-"""Least time between two looks, in times the CPU time of the last: they take 1% of a core at most."""
+_REST = 100  # least time between two looks, in times the CPU time of the last: they take 1% of a core at most
 
 
 @dataclass

@@ -12,6 +12,7 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.engine.in_all_copies import InAllCopies
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.periodic import PeriodicEngine, make_periodic
+from hvdtrain.engine.schedule import with_stages
 from hvdtrain.engine.sequence import divide_sequences
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
@@ -91,8 +92,6 @@ def engine_of_worker(worker: WorkerState, comm: Comm, spans: Spans | None = None
         return make_periodic(state.model, plan.outer, comm, make, plan.compression, elastic=plan.elastic)
     engine = make(comm, plan.compression)
     if plan.dimensions.pp > 1:
-        from hvdtrain.engine.schedule import with_stages
-
         assert engine.stage is not None
         worker.task = with_stages(worker.task, engine.stage)
     return engine

@@ -100,11 +100,7 @@ class ClaimWatch:
     def on_sums(self, step: int, sums: Sequence[int]) -> None:
         """Check the claim. Collective: yes. Errors: RunDirectoryError: on every rank, if it is lost."""
         if sums[0]:
-            on_rank_0(self._comm, self._check, name="claim")
-
-    def _check(self) -> None:
-        assert self._claim is not None
-        self._claim.check()
+            on_rank_0(self._comm, self._claim.check if self._claim is not None else lambda: None, name="claim")
 
 
 @contextmanager
@@ -238,10 +234,10 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
 def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
     """Return what it costs if ranks do not get equally many micro-batches, and what divides them; "" if they do."""
     passes = -(-global_batch // micro_batch)
-    if passes % ranks == 0:
+    least, more = divmod(passes, ranks)
+    if not more:
         return ""
-    most, least = -(-passes // ranks), passes // ranks
-    more = passes % ranks
+    most = least + 1
     if least:
         found = f"{more} of {ranks} ranks have {most} micro-batches of {micro_batch} a step, the others {least}"
     else:

@@ -51,22 +51,19 @@ def check_own_optimizer(optimizer: Optimizer, model: nn.Module, *, may_fuse: boo
     fused = {p for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     if fused and not may_fuse:
         raise TaskError(
-            f"--train.reproducible bits: the task's optimizer is {type(optimizer).__name__}(fused=True), but {_ENDS}",
+            f"--train.reproducible bits: the task's optimizer is {type(optimizer).__name__}(fused=True), but torch's"
+            " fused kernels on CPUs round the last elements of a tensor, or of a rank's part of it, in another way",
             expected="an update of each element that does not depend on how ranks divide tensors",
             next_step="fused=False, or leave out --train.reproducible",
         )
     own = type(optimizer).__module__.startswith("torch.optim.")
     named = [(name, p) for name, p in model.named_parameters() if own and p in fused]
-    reason = why_not_fused(named, sparse_only(model))
-    if reason:
+    if reason := why_not_fused(named, sparse_only(model)):
         raise TaskError(
             f"the task's optimizer is {type(optimizer).__name__}(fused=True), but {reason}",
             expected="parameters that are contiguous in some order of their dimensions, with dense gradients",
             next_step="fused=False; or make the parameter of a copy: nn.Parameter(tensor.contiguous())",
         )
-
-
-_ENDS = "torch's fused kernels on CPUs round the last elements of a tensor, or of a rank's part of it, in another way"
 
 
 def sparse_only(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -75,9 +72,6 @@ def sparse_only(model: nn.Module) -> dict[nn.Parameter, str]:
     every = [m for m in model.modules() if getattr(m, "sparse", None) is not True]
     dense = {p for module in every for p in module.parameters(recurse=False)}
     return {p: name for p, name in found.items() if p.requires_grad and p not in dense}
-
-
-_Groups = list[dict[str, Any]]
 
 
 OPTIMIZERS: Mapping[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
@@ -111,7 +105,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, may_fuse: bool 
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.dim() >= 2 and p not in sparse]
     matrices = _matrices(model) if config.name == "muon" else set()
-    groups: _Groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trained if p in matrices], "weight_decay": config.weight_decay, "matrices": True},
         {"params": [p for p in decayed if p not in matrices], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.dim() < 2 or p in sparse], "weight_decay": 0.0},
@@ -186,15 +180,12 @@ def stop_step(config: TrainConfig, horizon: int) -> int:
     return min(horizon, config.stop_at or horizon)
 
 
-_Schedule = Callable[[OptimizerConfig, int, int], float]
-
-
 def _done(given: OptimizerConfig, step: int, horizon: int) -> float:
     """Return the fraction of the steps after the warm-up."""
     return min(1.0, (step - given.warmup_steps) / max(1, horizon - given.warmup_steps))
 
 
-SCHEDULES: Mapping[str, _Schedule] = {
+SCHEDULES: Mapping[str, Callable[[OptimizerConfig, int, int], float]] = {
     "cosine": lambda given, step, horizon: 0.5 * (1 + math.cos(math.pi * _done(given, step, horizon))),
     "linear": lambda given, step, horizon: 1 - _done(given, step, horizon),
     "wsd": lambda given, step, horizon: max(0.0, min(1.0, (horizon - step) / max(1.0, given.decay * horizon))),

@@ -51,15 +51,14 @@ def check_end(run: RunConfig, claim: RunDirectory, horizon: int) -> None:
     stop = stop_step(train, horizon)
     if step is None or step < stop:
         return
-    limit = f"--train.stop_at {train.stop_at}" if stop < horizon else f"--train.steps {horizon}"
-    if stop == horizon and train.epochs is not None:
+    limit, more = f"--train.steps {horizon}", f"--train.steps {step + stop}"
+    if stop < horizon:
+        limit = f"--train.stop_at {train.stop_at}"
+        more = "--train.stop_at null" if horizon > step else f"--train.stop_at {step + stop}"
+    elif train.epochs is not None:
         limit = f"--train.epochs {train.epochs:g}, which are {horizon} steps"
+        more = f"--train.epochs {train.epochs * (step + stop) / stop:g}"
     if step > stop:
-        more = f"--train.steps {step + stop}"
-        if stop < horizon:
-            more = "--train.stop_at null" if horizon > step else f"--train.stop_at {step + stop}"
-        elif train.epochs is not None:
-            more = f"--train.epochs {train.epochs * (step + stop) / stop:g}"
         raise ConfigError(
             f"nothing to train: the checkpoint is at step {step}, beyond the end of this run ({limit})",
             expected=f"an end after step {step}",

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from hvdtrain.config.parse import RunConfig, list_changes
 from hvdtrain.errors import ConfigError, HvdtrainError, RunDirectoryError, UnusableRunDirectoryError
-from hvdtrain.files import write_text
+from hvdtrain.files import read_text_or_empty, write_text
 from hvdtrain.lease import BEAT_S, Lease, take_lease
 from hvdtrain.observe.past_journal import is_finished
 from hvdtrain.run_layout import RunLayout
@@ -149,9 +149,19 @@ def claim_run_directory(run: RunConfig, job: str = "", folder: Path = Path()) ->
             claimed = _new(run, job, folder)
             claimed.remark = _earlier(run, folder, claimed.path)
     else:
-        if not _is_of_job(folder / wanted, job):
+        path = folder / wanted
+        if not _is_of_job(path, job):
             _check_source(run, folder)
-        claimed = _wanted(folder / wanted, job, folder, never=never)
+            if never and RunLayout(path).journal.exists():
+                raise UnusableRunDirectoryError(
+                    f"{path} already has a run, and --resume never would mix another run into it",
+                    next_step="give another --run_dir, or --resume auto to resume the run",
+                )
+        claimed = _claim(path, job, folder)
+        if claimed is None:
+            raise RunDirectoryError(
+                f"{path} is in use by another job", next_step="wait for it to end, or give another --run_dir"
+            )
     if never:
         claimed.mark_job()
     return claimed
@@ -184,25 +194,8 @@ def _check_source(run: RunConfig, folder: Path) -> None:
     )
 
 
-def _wanted(path: Path, job: str, folder: Path, *, never: bool) -> RunDirectory:
-    if never and RunLayout(path).journal.exists() and not _is_of_job(path, job):
-        raise UnusableRunDirectoryError(
-            f"{path} already has a run, and --resume never would mix another run into it",
-            next_step="give another --run_dir, or --resume auto to resume the run",
-        )
-    claimed = _claim(path, job, folder)
-    if claimed is None:
-        raise RunDirectoryError(
-            f"{path} is in use by another job", next_step="wait for it to end, or give another --run_dir"
-        )
-    return claimed
-
-
 def _is_of_job(path: Path, job: str) -> bool:
-    try:
-        return bool(job) and RunLayout(path).job.read_text() == job
-    except OSError:
-        return False
+    return bool(job) and read_text_or_empty(RunLayout(path).job) == job
 
 
 def _unfinished(run: RunConfig, job: str, folder: Path) -> RunDirectory | None:
@@ -212,10 +205,7 @@ def _unfinished(run: RunConfig, job: str, folder: Path) -> RunDirectory | None:
     identity = run.identity()
     for path in sorted((p for p in runs.iterdir() if p.is_dir()), key=lambda p: p.name, reverse=True):
         file, log = RunLayout(path).identity, RunLayout(path).journal
-        try:
-            if file.read_bytes() != identity.encode():
-                continue
-        except OSError:  # missing, or another user's
+        if read_text_or_empty(file) != identity:  # or it is missing, or another user's
             continue
         try:
             if log.exists() and is_finished(log):

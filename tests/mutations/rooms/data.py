@@ -40,7 +40,7 @@ MUTATIONS: Table = {
             "self._open(self._start)",
         ),
         "the order of a pass depends on what the sample before it drew": (
-            "        self._next = position\n        self._seed_generators()\n",
+            "        self._next = position\n        seed_generators(mix_seed(self._seed, position))\n",
             "        self._next = position\n",
         ),
         "what Python draws for a sample depends on the samples before it": ("    random.seed(value)\n", ""),
