@@ -26,6 +26,7 @@ COMMANDS = {
     "evaluate": ("hvdtrain.cli.evaluate", "compute the held-out loss and metrics of a checkpoint"),
     "generate": ("hvdtrain.cli.generate", "continue a text with a trained language model"),
     "verify": ("hvdtrain.cli.verify", "prove that a run lost no sample and resumes exactly"),
+    "replay": ("hvdtrain.cli.replay", "repeat steps of a run with the same bits; find where two runs part"),
     "build-horovod": ("hvdtrain.cli.build_horovod", "build Horovod for the installed torch and MPI"),
     "bundle": ("hvdtrain.cli.bundle", "make a folder to install from without a network"),
 }

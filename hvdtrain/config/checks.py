@@ -59,6 +59,7 @@ _RULES: Mapping[str, _Rule] = {
     "train.clip": _not_negative("off"),
     "train.eval_samples": _not_negative("all"),
     "train.check_every": _not_negative("at checkpoints only"),
+    "train.verify_every": _not_negative("never"),
     "train.ema": (lambda value: 0 < value < 1, "more than 0, and less than 1"),
     "train.router_bias": _not_negative("off"),
     "train.balance_loss": _not_negative("none"),

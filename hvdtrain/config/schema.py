@@ -197,6 +197,8 @@ class TrainConfig:
         reproducible: bits for the same bits of parameters and optimizer on any number of ranks, also where it changes:
             sums are taken in one order, and each rank has the number of threads of the first start (OMP_NUM_THREADS,
             or 1). Implies deterministic
+        verify_every: in one step of N, each rank repeats a micro-batch of the next rank, and both compare all bits of
+            its gradient; 0 for never. It needs reproducible
         compile: compile each block of the model with torch.compile; the exchange still overlaps backward. The first
             evaluation and first step take longer. CPUs need a C++ compiler
     """
@@ -218,6 +220,7 @@ class TrainConfig:
     tf32: Literal["auto", "on", "off"] = "auto"
     deterministic: bool = False
     reproducible: Literal["none", "bits"] = "none"
+    verify_every: int = 0
     compile: bool = False
 
 

@@ -63,7 +63,7 @@ class AmongCopies(DividedSums):
         leaves: Leaves | None = None,
     ) -> None:
         super().__init__(parts.model, parts.comm)
-        self._leaves = leaves
+        self.leaves = leaves
         self.compression, self.uniform_passes = parts.plan.compression, layout.divides_model
         self._optimizer, self._name = parts.optimizer, name
         self._layout, self._spans = layout, parts.spans or Spans()
@@ -125,8 +125,8 @@ class AmongCopies(DividedSums):
 
     def begin_exchange(self) -> None:
         """Free the sums of the last step, and expect the gradients of another one."""
-        if self._leaves is not None:
-            self._leaves.begin(self.positions, self.schedule.left)
+        if self.leaves is not None:
+            self.leaves.begin(self.positions, self.schedule.left)
         for exchange in self._layout.every:
             exchange.begin()
         self._used.clear()
@@ -145,8 +145,8 @@ class AmongCopies(DividedSums):
         with self._named_errors():
             call()
         self._is_running = False
-        if self._leaves is not None and self.schedule.left and not self._sums_each_pass:
-            self._leaves.take([(name, self._layout.parameters[name]) for name in self._layout.exchanges])
+        if self.leaves is not None and self.schedule.left and not self._sums_each_pass:
+            self.leaves.take([(name, self._layout.parameters[name]) for name in self._layout.exchanges])
 
     def _named_errors(self) -> AbstractContextManager[object]:
         return naming_lost_rank("an exchange of activations") if self.uniform_passes else nullcontext()
@@ -233,7 +233,7 @@ class AmongCopies(DividedSums):
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient. Collective: yes."""
-        if self._leaves is not None:
+        if self.leaves is not None:
             return norm_by_row(self._layout.owned, self._layout.parameters, self._comm, self._name)
         return self._layout.norm(gradients)
 

@@ -33,7 +33,7 @@ class InAllCopies(Sums):
         resolve: Callable[[str], Compression] = parse,
         leaves: Leaves | None = None,
     ) -> None:
-        self._leaves = leaves
+        self.leaves = leaves
         self.reducer, self.compression, self.undecided, self.resolve = reducer, compression, undecided, resolve
         self.residuals = reducer
 
@@ -47,16 +47,16 @@ class InAllCopies(Sums):
     def begin(self) -> None:
         """Start a step; each rank has its own number of backward passes."""
         self.reducer.begin()
-        if self._leaves is not None:
-            self._leaves.begin(self.positions, self.schedule.left)
+        if self.leaves is not None:
+            self.leaves.begin(self.positions, self.schedule.left)
 
     def backward(self, call: Callable[[], None]) -> None:
         """Run a backward pass; in the last one, exchange each bucket as soon as it is full."""
         if not self.schedule.left:
             self.reducer.collect()
         call()
-        if self._leaves is not None and self.schedule.left:
-            self._leaves.take(self.reducer.named)
+        if self.leaves is not None and self.schedule.left:
+            self.leaves.take(self.reducer.named)
 
     def finish(self) -> list[Tensor]:
         """Wait for the sums. Collective: yes."""
@@ -65,14 +65,14 @@ class InAllCopies(Sums):
     def unused(self) -> list[bool]:
         """Return for each parameter whether it has no gradient."""
         unused = self.reducer.unused()
-        if self._leaves is None:
+        if self.leaves is None:
             return unused
-        used = self._leaves.used
+        used = self.leaves.used
         return [each and name not in used for each, (name, _) in zip(unused, self.reducer.named, strict=True)]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the sums."""
-        return super().norm(gradients) if self._leaves is None else norm_in_order(p for _, p in self.reducer.named)
+        return super().norm(gradients) if self.leaves is None else norm_in_order(p for _, p in self.reducer.named)
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of parameters that no rank has used."""

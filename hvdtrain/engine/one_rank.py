@@ -23,7 +23,7 @@ class OneRank(Sums, Residuals):
     """
 
     def __init__(self, optimized: Callable[[], list[tuple[str, nn.Parameter]]], leaves: Leaves | None = None) -> None:
-        self.residuals, self._leaves = self, leaves
+        self.residuals, self.leaves = self, leaves
         self._optimized, self._parameters = optimized, optimized()
         self._residuals = DetachedState({}, 1)
         self._delivered: list[str] = []
@@ -35,23 +35,23 @@ class OneRank(Sums, Residuals):
 
     def begin(self) -> None:
         """Start a step."""
-        if self._leaves is not None:
-            self._leaves.begin(self.positions, self.schedule.left)
+        if self.leaves is not None:
+            self.leaves.begin(self.positions, self.schedule.left)
 
     def backward(self, call: Callable[[], None]) -> None:
         """Run a backward pass."""
         call()
-        if self._leaves is not None:
-            self._leaves.take(self._parameters)
+        if self.leaves is not None:
+            self.leaves.take(self._parameters)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the gradients."""
-        return super().norm(gradients) if self._leaves is None else norm_in_order(p for _, p in self._parameters)
+        return super().norm(gradients) if self.leaves is None else norm_in_order(p for _, p in self._parameters)
 
     def finish(self) -> list[Tensor]:
         """Add the residuals to the gradients."""
-        if self._leaves is not None:
-            self._leaves.give(self._parameters)
+        if self.leaves is not None:
+            self.leaves.give(self._parameters)
         self._delivered = []
         gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
         if not self._residuals.tensors and not [gradient for gradient in gradients if gradient.is_sparse]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvdtrain.data.tree import Positions
 from hvdtrain.engine.schedule import Schedule
+from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.norms import norm, squared_norm, squares_by_row
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.state.exchange_state import Owned
@@ -27,6 +28,7 @@ class Sums:
         undecided: whether it will be chosen later.
         residuals: what the exchange remembers.
         uniform_passes: whether a forward pass is collective.
+        leaves: what adds the passes in the order of their positions; None if autograd adds them.
     """
 
     schedule: Schedule
@@ -35,6 +37,7 @@ class Sums:
     undecided: bool = False
     residuals: Residuals = Residuals()
     uniform_passes: bool = False
+    leaves: Leaves | None = None
 
     def refresh(self) -> None:
         """Look for parameters that were added, frozen or freed since the last step. Collective: yes, if there are some.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -36,13 +36,20 @@ class Leaves:
         self._mine = positions.shares[self._comm.rank]
         self._taken = 0
         self._sums = Counter[_Sums](positions.count, _add_all)
+        self.watch(-1, lambda name, gradient: None)
+
+    def watch(self, number: int, see: Callable[[str, Tensor], None]) -> None:
+        """Call `see` with the name and the gradient of each parameter that pass `number` of this step gives one."""
+        self._watched, self._see = number, see
 
     def take(self, named: Named) -> None:
         """Take away the gradients of a pass; the next one then makes its own."""
         taken = {}
         for name, parameter in named:
             if parameter.grad is not None:
-                taken[name], parameter.grad = _as_leaf(parameter.grad), None
+                taken[name], parameter.grad = as_leaf(parameter.grad), None
+                if self._taken == self._watched:
+                    self._see(name, taken[name])
         self.used |= taken.keys()
         self._sums.add((self._mine[self._taken], 0), taken)
         self._taken += 1
@@ -56,7 +63,10 @@ class Leaves:
         for node, sums in self._sums.parts:
             own.add(node, sums.pop(name, None))
         if self._mine:
-            own.add((self._mine[-1], 0), None if last is None else _as_leaf(last))
+            leaf = None if last is None else as_leaf(last)
+            if leaf is not None and len(self._mine) == self._watched + 1:
+                self._see(name, leaf)
+            own.add((self._mine[-1], 0), leaf)
         return [value for _, value in own.parts]
 
     def give(self, named: Named) -> None:
@@ -167,7 +177,8 @@ class InOrder(Compressor):
         return [*super().buffers(), *(work for work, _ in self._rest)]
 
 
-def _as_leaf(gradient: Tensor) -> Tensor:
+def as_leaf(gradient: Tensor) -> Tensor:
+    """Return a gradient as it is summed: real numbers in fp32 or more."""
     real = as_real(gradient)
     return real.to(torch.promote_types(real.dtype, torch.float32))
 

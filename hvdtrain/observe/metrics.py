@@ -13,7 +13,7 @@ from hvdtrain.observe.scalars import PARTS, numbers
 
 PREFIX = "hvdtrain"
 _RANK = ("rank", "host")
-_ALARMS = ("warning", "loss_spike", "grad_norm_spike", "not_finite", "skipped_step", "rolled_back",
+_ALARMS = ("warning", "loss_spike", "grad_norm_spike", "not_finite", "skipped_step", "rolled_back", "wrong_rank",
            "checkpoint_failed", "failed")  # fmt: skip
 
 

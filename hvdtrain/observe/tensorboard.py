@@ -24,7 +24,7 @@ _REPLAYED_S = 30.0
 """Seconds before a checkpoint in which a killed process may have lost points."""
 
 _SHOWN_AS_TEXT = (
-    *("warning", "verdict", "checkpoint_failed", "copy_failed", "loss_spike"),
+    *("warning", "verdict", "checkpoint_failed", "copy_failed", "loss_spike", "wrong_rank"),
     *("grad_norm_spike", "skipped_step", "not_finite", "failed", "stopped", "config_changed"),
 )
 """Events on the text page."""

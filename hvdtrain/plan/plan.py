@@ -65,6 +65,7 @@ class Plan:
     averaged: bool = False  # whether an average of the parameters is kept
     elastic: bool = False  # whether ranks may join and leave
     bits: bool = False  # whether sums have the same bits on any number of ranks
+    verifies: bool = False  # whether ranks repeat micro-batches of each other
     micro_batches: int = 0  # of a step over all ranks; 0 until their size is known
 
     @property
@@ -145,5 +146,6 @@ def plan_of(config: Config, *, elastic: bool = False) -> Plan:
         averaged=train.ema is not None,
         elastic=elastic,
         bits=train.reproducible == BITS,
+        verifies=train.verify_every > 0,
         micro_batches=-(-train.global_batch // train.micro_batch),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from hvdtrain.compression.table import TABLE, parse, parse_outer
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
-from hvdtrain.plan.plan import AUTO, Plan, plan_of
+from hvdtrain.plan.plan import AUTO, BITS, Plan, plan_of
 
 ELASTIC = "elastic"
 """What stands for an option: of the launcher, not of the run."""
@@ -38,7 +38,8 @@ INSTEAD: Mapping[str, tuple[Any, ...]] = {
     "precision": ("bf16",),
     "train.compile": (False,),
     "train.ema": (None,),
-    "train.reproducible": ("none",),
+    "train.reproducible": ("none", BITS),
+    "train.verify_every": (0,),
     ELASTIC: (False,),
 }
 """Values that may replace those of an option, the likeliest first."""
@@ -275,6 +276,11 @@ def _workers(plan: Plan) -> _Found:
 
 
 def _bits(plan: Plan) -> _Found:
+    if plan.verifies and not plan.bits:
+        yield Refusal(("train.verify_every", "train.reproducible"), "a rank cannot repeat the bits of another one")
+    elif plan.verifies and plan.sums_each_pass:
+        name = "parallel.engine" if plan.engine == "fsdp" else "parallel.shard"
+        yield Refusal(("train.verify_every", name), "ranks sum each pass together, so that none can repeat one alone")
     if not plan.bits:
         return
     for name, is_set, because in (

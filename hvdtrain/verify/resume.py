@@ -246,23 +246,28 @@ class _Runner:
         run = self.folder / name
         options = ("--config", str(self.config), "--run_dir", str(run), *self.options, *options)
         program = ["hvdtrain", *([] if size == 1 else ["launch", "-np", str(size), "--"])]
-        log = self.folder / f"{name}.log"
         began = time.monotonic()
-        with log.open("ab") as out:
-            code = _wait_for([sys.executable, "-m", *program, *options], out)
-        if code:
-            tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
-            raise HvdtrainError(
-                f"{what} on {size} rank(s) failed with exit code {code}",
-                found="\n    ".join(["the end of its output:", *tail]),
-                next_step=f"see the whole output: {log}",
-            )
+        argv = [sys.executable, "-m", *program, *options]
+        run_logged(argv, self.folder / f"{name}.log", f"{what} on {size} rank(s)")
         self.say(f"{what} on {size} rank(s): {time.monotonic() - began:.1f} s")
         steps = read_steps(RunLayout(run).journal)
         newest = CheckpointStore(RunLayout(run).checkpoints, self.say).load_newest()
         assert newest is not None
         lines = [steps[step] for step in sorted(steps)]
         return Outcome([line["loss"] for line in lines], [line["position"] for line in lines], newest[1])
+
+
+def run_logged(argv: list[str], log: Path, what: str) -> None:
+    """Run a job to its end, with its output in a file. Errors: HvdtrainError: it failed; with its last lines."""
+    with log.open("ab") as out:
+        code = _wait_for(argv, out)
+    if code:
+        tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
+        raise HvdtrainError(
+            f"{what} failed with exit code {code}",
+            found="\n    ".join(["the end of its output:", *tail]),
+            next_step=f"see the whole output: {log}",
+        )
 
 
 def _wait_for(argv: list[str], out: IO[bytes]) -> int:

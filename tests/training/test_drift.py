@@ -153,6 +153,16 @@ def test_a_number_has_few_bits_and_depends_on_each_of_the_parameters() -> None:
     assert (digests(model.parameters()) != before).nonzero().tolist() == [[0]]
 
 
+def test_a_digest_sees_each_bit() -> None:
+    tensor = torch.arange(2050, dtype=torch.float32)
+    before, bits = digests([tensor]), tensor.view(torch.int32)
+    for place in (*range(16), 2047, 2048, 2049):
+        for bit in range(32):
+            bits[place] ^= 1 << bit if bit < 31 else -(1 << 31)
+            assert digests([tensor]) != before, (place, bit)
+            bits[place] ^= 1 << bit if bit < 31 else -(1 << 31)
+
+
 def test_replicated_tensors_are_parameters_and_persistent_buffers() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("cache", torch.zeros(1), persistent=False)

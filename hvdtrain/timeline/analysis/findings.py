@@ -38,7 +38,7 @@ def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Findi
 
     Of `others`, starts with their shares of the steps of the run, it is what matters about their ranks.
     """
-    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _stalls, _start_up, _changes]
+    rules = [*RULES_OF_RANKS, *RULES_OF_ACTIVATIONS, _wrong_ranks, _stalls, _start_up, _changes]
     if facts.run.steps is not None and facts.budget is not None:
         rules += [*RULES_OF_EXCHANGES, _input, _collections, _aside, _cores]
     elif facts.budget is not None:
@@ -176,6 +176,17 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
         text = f"ranks waited for a CPU core for {facts.per_step(waited)}"
         yield Finding("cpu", text, waited, facts.for_cores())
+
+
+def _wrong_ranks(facts: Facts) -> Iterator[Finding]:
+    """Report ranks that another rank has found wrong (``--train.verify_every``)."""
+    named = [event for event in facts.run.start.events_named("wrong_rank") if isinstance(event.get("rank"), int)]
+    for rank in sorted({event["rank"] for event in named}):
+        own = [event for event in named if event["rank"] == rank]
+        where = ", ".join(f"{name} {own[-1][name]}" for name in ("host", "gpu", "cores") if name in own[-1])
+        text = f"rank {rank} ({where}) had wrong bits {wording.counted(len(own), 'time')}, last at step "
+        advice = "take it out of the next job and test it; with --train.verify_every, a sample of the passes is checked"
+        yield Finding("wrong_bits", f"{text}{own[-1].get('at_step')}", None, advice)
 
 
 def _stalls(facts: Facts) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
 
 _ROW_BYTES = 8192
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _BITS = 16
 """Bits of a rank's hash: few enough that the sum of squares over a million ranks is exact in float64. Different tensors
 have equal hashes once in 65,536 times; the next check finds them."""
@@ -83,9 +84,9 @@ class Drift:
 def tensors_hash(tensors: Mapping[str, Tensor]) -> int:
     """Return a hash of `_BITS` bits of all tensors. Waits for the device."""
     found = digests(tensors.values())
-    places = torch.arange(1, len(found) + 1, dtype=torch.int64) * 2654435761 + 97
+    places = torch.arange(1, 2 * len(found), 2, dtype=torch.int64)
     # Multiply by an odd number, so that the highest bits depend on all others (Knuth's multiplicative hashing).
-    mixed = int((found * places).sum()) * 0x9E3779B97F4A7C15
+    mixed = int((found * places).sum()) * _ODD
     return (mixed >> (64 - _BITS)) & ((1 << _BITS) - 1)
 
 
@@ -117,22 +118,24 @@ def _divisions(model: nn.Module, comm: Comm) -> list[tuple[Cut, ...]]:
 
 def digests(tensors: Iterable[Tensor]) -> Tensor:
     """Return a hash of each tensor's bits: (N,) int64 on the CPU."""
-    numbers = [_digest(tensor.detach()) for tensor in tensors]
+    numbers = [digest(tensor) for tensor in tensors]
     return torch.stack(numbers).cpu() if numbers else torch.zeros(0, dtype=torch.int64)
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    bits = tensor.contiguous().flatten().view(torch.uint8)
+def digest(tensor: Tensor) -> Tensor:
+    """Return a hash of a tensor's bits: int64, a scalar on its device. Another bit always gives another hash."""
+    bits = tensor.detach().contiguous().flatten().view(torch.uint8)
     if bits.storage_offset() % 8:  # a slice of a flat buffer; eight bytes are read at a time
         bits = bits.clone()
     whole = len(bits) // _ROW_BYTES * _ROW_BYTES
-    # Two sums, the second weighted by position in a row, so that a swap of two elements shows. Modulo 2^64.
+    # A sum of rows; its columns are mixed with their positions, so that a swap of two elements shows. Modulo 2^64.
     columns = bits[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8).sum(dim=0)
     if whole < len(bits):
         rest = nn.functional.pad(bits[whole:], (0, -(len(bits) - whole) % 8)).view(torch.int64)
         columns[: len(rest)] += rest
-    weights = torch.arange(1, len(columns) + 1, dtype=torch.int64, device=columns.device)
-    return (columns * (weights * 2654435761 + 97)).sum()
+    places = torch.arange(len(columns), dtype=torch.int64, device=columns.device)
+    mixed = (columns + places * 0x1B873593) * _ODD  # each step is one to one: an odd factor keeps the highest bit
+    return ((mixed ^ (mixed >> 32 & 0xFFFFFFFF)) * _ODD).sum()
 
 
 def check_frozen(state: TrainState) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from hvdtrain.comm.rounds import CHANGED as RANKS_CHANGE
@@ -12,6 +13,7 @@ from hvdtrain.errors import TaskError
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.training.callbacks.base import Training
+from hvdtrain.training.diagnostics.second_rank import SecondRank
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.loop.balance import Balance
@@ -83,6 +85,7 @@ class Trainer:
     on_step: Callable[[dict[str, Any]], None]  # called with each step's journal line; it may change the compression
     sums: StepSums  # further integers that each step sums over ranks
     apart: WorkerSteps | None = None  # runs the steps of workers that train apart; None without such workers
+    second: SecondRank | None = None  # repeats micro-batches of other ranks; None if nobody does
     balance: Balance | None = None  # divides the global batch by the speed of ranks; None for equal shares
 
     def __post_init__(self) -> None:
@@ -207,7 +210,11 @@ class Trainer:
         timed = self._begin_step(progress.step + 1, share.end)
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
         positions = share.positions if self._worker.plan.bits else None
-        result = self.stepper.run(parts, len(mine), values, len(repeated), positions)
+        run = partial(self.stepper.run, count=len(mine), values=values, extra=len(repeated), positions=positions)
+        if self.second is None:
+            result = run(parts)
+        else:
+            result = self.second.checked(run, parts, self.stepper, self.feed.stream, progress.position)
         timed.end(self.stepper.spans)
         timed.record(self.stepper.spans)
         if self.balance is not None:

@@ -18,6 +18,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.state.buddies import Buddies
 from hvdtrain.state.ledger import Ledger
 from hvdtrain.training.diagnostics.drift import Drift
+from hvdtrain.training.diagnostics.second_rank import make_second_rank
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
 from hvdtrain.training.elastic.worker_state import WorkerState
@@ -111,6 +112,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     together = current.batch_norm is not None
     place, places, records = dimensions.samples(comm.rank, comm.size)
     passes_count = dimensions.pass_counts(comm.rank)
+    second = make_second_rank(current)
     step_parts: list[StepPart | None] = [
         FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else None,
         current.batch_norm,
@@ -119,6 +121,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         Rollback(worker.state.model, together=together, refuses=worker.plan.bits),
         # Changes biases after the step is applied, which there is nothing to roll back of.
         make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
+        second,
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
     ]
     stepper = Stepper(
@@ -189,6 +192,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         roll_back=roll_back,
         on_step=trial.add_step if trial is not None else lambda record: None,
         sums=CombinedSums(*parts),
+        second=second,
         balance=balance,
         apart=apart,
     )

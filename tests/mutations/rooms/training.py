@@ -58,6 +58,10 @@ MUTATIONS: Table = {
         ),
     },
     ("training/diagnostics/drift.py", "tests/training/test_drift.py"): {
+        "the hash of parameters misses the highest bit of some elements": (
+            "* _ODD  # each step is one to one",
+            "* (2 * places)  # each step is one to one",
+        ),
         "parameters that differ between ranks are never noticed": (
             "if any(n * squares != total * total for",
             "if any(n * squares < total * total for",
@@ -96,5 +100,13 @@ MUTATIONS: Table = {
             "_fingerprint(folder / file[0]) != file[1]",
             "not (folder / file[0]).exists()",
         ),
+    },
+    ("training/diagnostics/second_rank.py", "tests/training/test_second_rank.py"): {
+        "the rank that checks is called wrong, not the one it checks": (
+            "for rank, found in ((owner, before[owner, _OWN]), (owner - 1, before[owner - 1, _OTHER])):",
+            "for found, rank in ((before[owner, _OWN], owner - 1), (before[owner - 1, _OTHER], owner)):",
+        ),
+        "gradients of two ranks are not compared": ("if self._contradictions():", "if False:"),
+        "a copy of the parameters stays wrong": ("self._compare_parameters(wrong)", "self._compare_parameters"),
     },
 }

@@ -427,6 +427,15 @@ def test_evaluations_and_checkpoints_are_told_apart(evaluation_s: float | None, 
     assert re.match(expected, finding.text) and advice in finding.advice
 
 
+def test_a_rank_with_wrong_bits_is_named() -> None:
+    events = [
+        {"event": "wrong_rank", "at_step": at, "rank": rank, "what": "gradient", "host": "b", "cores": "0,1"}
+        for at, rank in ((12, 3), (24, None), (36, 3))
+    ]
+    finding = _one(_analysed(run={"start": JournalStart({}, first_step=1, last_step=99, events=events)}), "wrong_bits")
+    assert finding.text == "rank 3 (host b, cores 0,1) had wrong bits 2 times, last at step 36"
+
+
 def test_stalls_and_pauses_are_reported_and_no_other_warning_is_a_stall() -> None:
     work = _work()
     work[1, 90] += 9000.0
