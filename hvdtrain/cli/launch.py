@@ -13,11 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from hvdtrain.cli.launch_options import given, parse, parser
 from hvdtrain.cli.launch_spec import idle_gpus, plan_of, spec_of
-from hvdtrain.cli.parser import Parser
 from hvdtrain.errors import USAGE, HvdtrainError, LaunchError, exit_code
 from hvdtrain.launch import choose
 from hvdtrain.launch.detect import Machine, detect_machine, search_path
@@ -212,13 +210,6 @@ def _submit(start: Script, target: Target) -> int:
     return subprocess.run(start.submit, input=start.text, env=variables, text=True, check=False).returncode
 
 
-class _Strict(Parser):
-    """A parser that raises its errors."""
-
-    def error(self, message: str, next_step: str = "") -> NoReturn:
-        raise LaunchError(message)
-
-
 def merge(site: Site, argv: Sequence[str], typed: argparse.Namespace, target: str | None = None) -> argparse.Namespace:
     """Return the options of a profile, overridden by those of the command line. Repeated options add to its own.
 
@@ -235,7 +226,8 @@ def merge(site: Site, argv: Sequence[str], typed: argparse.Namespace, target: st
 
 def _words(site: Site) -> dict[str, list[str]]:
     """Return the words of a command line with the options of a profile, by option; checked."""
-    made = parser(_Strict)
+    made = parser()
+    made.exit_on_error = False
     declared = [(option, action) for action in made._actions for option in action.option_strings]
     long = {option: (option, action) for option, action in declared if action.dest not in _OF_COMMAND}
     words: dict[str, list[str]] = {}
@@ -260,7 +252,7 @@ def _words(site: Site) -> dict[str, list[str]]:
             words[action.dest] = [f"{option}={text}" for text in values]
         try:
             made.parse_known_args(words[action.dest])
-        except LaunchError as error:
-            raise wrong(site.path, error.what) from None
+        except argparse.ArgumentError as error:
+            raise wrong(site.path, str(error)) from None
     words["env"] = [*words.get("env", []), *(f"--env={name}" for name in site.environment)]
     return words

@@ -122,11 +122,11 @@ def duration_s(text: str) -> int:
     return seconds
 
 
-def parser(kind: type[Parser] = Parser) -> Parser:
+def parser() -> Parser:
     """Return the parser of the options."""
     raw = argparse.RawDescriptionHelpFormatter
     usage = "hvdtrain launch [OPTIONS] [-- ARGS]"
-    made = kind(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
+    made = Parser(prog="hvdtrain launch", usage=usage, description=_DESCRIPTION, formatter_class=raw)
     add = made.add_argument
     targets = [AUTO, OWN, *TARGETS]
     launcher = f"launcher of the ranks: {', '.join(targets)} (default: auto, chosen by what is installed)"

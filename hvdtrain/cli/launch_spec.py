@@ -42,7 +42,10 @@ def spec_of(
     target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
     elastic = _range(options.elastic)
-    ranks = options.np or _ranks(options, sum(hosts.values()))
+    ranks = options.np or sum(hosts.values()) or (options.nodes or 1) * (options.gpus_per_node or 0)
+    if not ranks:
+        next_step = "-np N, or -H a:4,b:4, or --nodes N --gpus-per-node M"
+        raise LaunchError("the number of ranks is missing", next_step=next_step)
     if options.arguments and options.arguments[0] != "--":  # unknown arguments of launch
         raise LaunchError(f"{options.arguments[0]!r} is not an option of launch", next_step=AFTER_DASHES)
     words = tuple(options.arguments[1:])
@@ -180,12 +183,10 @@ def _container(options: argparse.Namespace, target: str, environ: Mapping[str, s
     if not options.container:
         return None
     here = _starts_inside(target) and (allocated_gpus(environ) > 0 or Path("/proc/driver/nvidia/version").exists())
-    image = str(options.container)
+    image, asked, by_srun = str(options.container), options.container_runtime, TARGETS[target].by_srun
     return Container(
         image=str(Path(image).resolve()) if image.startswith(("./", "../")) else image,
-        runtime=find_container_runtime(
-            options.container_runtime, image, target, environ, by_srun=TARGETS[target].by_srun
-        ),
+        runtime=find_container_runtime(asked, image, target, environ, by_srun=by_srun),
         mounts=tuple(options.container_mount),
         gpus=bool(options.gpus_per_node) or here,
         override=tuple(options.env),
@@ -225,15 +226,6 @@ def _setup(site: Site, variables: Mapping[str, str], environ: Mapping[str, str])
     modules = ":".join(filter(None, [*site.missing_modules(environ), *loaded]))
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     return (*site.setup, *setup_lines({**environ, "LOADEDMODULES": modules}), *exports)
-
-
-def _ranks(options: argparse.Namespace, slots: int) -> int:
-    if slots:
-        return slots
-    if options.gpus_per_node:
-        return int(options.nodes or 1) * int(options.gpus_per_node)
-    next_step = "-np N, or -H a:4,b:4, or --nodes N --gpus-per-node M"
-    raise LaunchError("the number of ranks is missing", next_step=next_step)
 
 
 def _is_program(words: Sequence[str]) -> bool:

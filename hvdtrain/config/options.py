@@ -135,11 +135,9 @@ def _lookup(tree: Any, name: str) -> Any:
 
 
 def _shown(default: Any) -> str:
-    if isinstance(default, bool) or default is None:
-        return {True: "true", False: "false", None: "none"}[default]
-    if isinstance(default, list) and not default:
+    if default is None or default == []:
         return "none"
-    return str(default)
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

@@ -128,7 +128,9 @@ def lines(found: Preflight) -> list[str]:
         mark = "BAD" if host.host in found.bad else "ok"
         short = host.host if len(host.host) <= _LONGEST_NAME else f"{host.host[: _LONGEST_NAME - 3]}..."
         rows.append([short, f"{host.ranks}", f"{host.gpus}", free, *speeds, mark])
-    text = [line.rstrip() for line in _aligned(rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    text = [f"  {'  '.join(row)}".rstrip() for row in cells]
     if len(shown) < len(found.hosts):
         text.append(f"  and {len(found.hosts) - len(shown)} faster hosts")
     if found.everyone is not None:
@@ -155,12 +157,6 @@ def lines(found: Preflight) -> list[str]:
 def gigabytes(bytes_per_s: float | None) -> str:
     """Format a bandwidth in GB/s."""
     return "-" if bytes_per_s is None else f"{bytes_per_s * 1e-9:.3g}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return indented lines with right-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -34,12 +34,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROF
 
 
 def build(
-    plan: BuildPlan,
-    environ: Mapping[str, str],
-    say: Say,
-    progress: Say = lambda text: None,
-    *,
-    prove: bool = True,
+    plan: BuildPlan, environ: Mapping[str, str], say: Say, progress: Say = lambda text: None, *, prove: bool = True
 ) -> None:
     """Run the remaining steps of a plan. Afterwards its wheel is installed and, where `prove` is set, tested.
 
@@ -79,7 +74,7 @@ def prove(probe: Probe, environ: Mapping[str, str], say: Say) -> None:
     with timed(step, say), (folder / "log").open("w") as log:
         output = run(step, {**_base(environ), **record.proof_environment(probe, mpi)}, folder, log, lambda text: None)
         record.check_proof(output)
-    record.mark_tested(probe.python.site)
+    (probe.python.site / record.MARK).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -118,11 +113,8 @@ def _is_ours(wheel: Path) -> bool:
 
 def _is_installed(plan: BuildPlan, found: BuildRecord | None) -> bool:
     """Tell whether exactly this wheel is installed. The path of the MPI is in the key, not in the version."""
-    return (
-        found is not None
-        and found.version == plan.version
-        and unquote(found.source or "").endswith(f"/{plan.key}/{plan.wheel.name}")
-    )
+    source = unquote(found.source or "") if found is not None and found.version == plan.version else ""
+    return source.endswith(f"/{plan.key}/{plan.wheel.name}")
 
 
 def check_sdist(path: Path) -> None:
@@ -205,7 +197,7 @@ def _run_step(plan: BuildPlan, step: Step, base: Mapping[str, str], log: TextIO,
         made.parent.rename(plan.wheel.parent)
     elif step.name == "proof":
         record.check_proof(output)
-        record.mark_tested(plan.site)
+        (plan.site / record.MARK).unlink(missing_ok=True)
 
 
 def _prepare(plan: BuildPlan) -> None:

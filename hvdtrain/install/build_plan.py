@@ -87,10 +87,8 @@ def plan(probe: Probe, gpu: str = "auto") -> BuildPlan:
     version = f"{HOROVOD}+{label}"
     sdist = probe.cache / "sdist" / SDIST
     wheel = probe.cache / key / f"horovod-{version}-{probe.python.tag}-{probe.python.platform}.whl"
-    script = str(Path(compiler.__file__).resolve())
-    wrapper = compiler.wrapper_text(
-        probe.python.executable, script, ready.compiler.command, ready.standard, _relocations(probe, ready, scratch)
-    )
+    moved = _relocations(probe, ready, scratch)
+    wrapper = compiler.wrapper_text(probe.python.executable, ready.compiler.command, ready.standard, moved)
     return BuildPlan(
         version=version,
         key=key,

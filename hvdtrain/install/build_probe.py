@@ -10,12 +10,12 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import gettempdir
 
+from hvdtrain.files import read_text_or_empty
 from hvdtrain.install.prerequisites import FoundCompiler, FoundCuda, FoundMpi, FoundNccl, FoundPython, FoundTorch, Probe
 from hvdtrain.install.versions import TorchBuild, has_remote_shell, identify_by_compiler, identify_mpi
 from hvdtrain.programs import output
@@ -104,13 +104,10 @@ def find_python() -> FoundPython:
 
 def find_torch(path: Iterable[Path] | None = None) -> FoundTorch | None:
     """Find torch and read its ``version.py``; None if there is no torch. ``path``: folders to search."""
-    if path is None:
-        spec = importlib.util.find_spec("torch")
-        roots = list(spec.submodule_search_locations or ()) if spec else []
-        candidates = [Path(root) for root in roots]
-    else:
-        candidates = [Path(folder) / "torch" for folder in path]
-    for root in candidates:
+    spec = importlib.util.find_spec("torch")
+    found = spec.submodule_search_locations if spec else None
+    roots = map(Path, found or ()) if path is None else (folder / "torch" for folder in path)
+    for root in roots:
         if (root / "version.py").is_file():
             values = dict(_CONSTANT.findall((root / "version.py").read_text()))
             if version := values.get("__version__"):
@@ -122,12 +119,9 @@ def find_torch(path: Iterable[Path] | None = None) -> FoundTorch | None:
 
 def _cxx11_abi(torch: Path) -> str:
     """Return the C++ ABI in torch's settings for CMake; "" for a torch that names none, with that of the compiler."""
-    with suppress(OSError):
-        if found := re.search(
-            r"_GLIBCXX_USE_CXX11_ABI=\d", (torch / "share/cmake/Torch/TorchConfig.cmake").read_text()
-        ):
-            return found[0]
-    return ""
+    settings = read_text_or_empty(torch / "share/cmake/Torch/TorchConfig.cmake")
+    found = re.search(r"_GLIBCXX_USE_CXX11_ABI=\d", settings)
+    return found[0] if found else ""
 
 
 def find_mpi(environ: Mapping[str, str], *, to_build: bool = True) -> FoundMpi | None:
@@ -216,9 +210,8 @@ def find_nccl(environ: Mapping[str, str], torch: FoundTorch | None, site: Path) 
             library = home / folder / "libnccl.so.2"
             if header.is_file() and library.exists():
                 numbers = dict(re.findall(r"#define NCCL_(MAJOR|MINOR)\s+(\d+)", header.read_text()))
-                return FoundNccl(
-                    header.parent, library, f"{numbers['MAJOR']}.{numbers['MINOR']}", home.is_relative_to(site)
-                )
+                version = f"{numbers['MAJOR']}.{numbers['MINOR']}"
+                return FoundNccl(header.parent, library, version, home.is_relative_to(site))
     return None
 
 
@@ -229,10 +222,8 @@ def _named(environ: Mapping[str, str], *variables: str) -> list[Path]:
 
 def _arch_flags() -> tuple[str, ...]:
     """Return flags for vector instructions of this processor that Horovod's half-precision code uses."""
-    try:
-        flags = set(re.findall(r"\w+", next(re.finditer(r"^flags\s*:.*$", Path("/proc/cpuinfo").read_text(), re.M))[0]))
-    except (OSError, StopIteration):
-        return ()
+    found = re.search(r"^flags\s*:.*$", read_text_or_empty(Path("/proc/cpuinfo")), re.M)
+    flags = found[0].split() if found else []
     return tuple(f"-m{name}" for name in ("f16c", "avx", "fma") if name in flags)
 
 

@@ -43,21 +43,13 @@ ROOTS = ("pip", "setuptools", "wheel", "cmake", OPEN_MPI)
 """Packages to install besides torch and hvdtrain. cmake and Open MPI are used only if the target machine has none."""
 
 
-@dataclass(frozen=True)
 class BundleFolder:
     """The folder of a bundle."""
 
-    path: Path
-
-    @property
-    def packages(self) -> Path:
-        """Folder of the wheels and Horovod's source."""
-        return self.path / "packages"
-
-    @property
-    def partial(self) -> Path:
-        """Folder for incomplete files, removed at the end."""
-        return self.path / ".partial"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.packages = path / "packages"  # the wheels and Horovod's source
+        self.partial = path / ".partial"  # incomplete files, removed at the end
 
     @contextmanager
     def locked(self, target: Target) -> Iterator[None]:

@@ -151,10 +151,10 @@ def _relocated(arguments: Sequence[str], relocations: Sequence[tuple[str, str]])
         yield "-Wl,-rpath," + ":".join(paths)
 
 
-def wrapper_text(python: str, script: str, compiler: str, standard: str, relocations: Sequence[tuple[str, str]]) -> str:
+def wrapper_text(python: str, compiler: str, standard: str, relocations: Sequence[tuple[str, str]]) -> str:
     """Return the sh script that CMake uses as its compiler."""
     settings = [f"{folder}={replacement}" for folder, replacement in relocations]
-    words = [python, "-I", "-S", script, compiler, standard, str(len(settings)), *settings]
+    words = [python, "-I", "-S", str(Path(__file__).resolve()), compiler, standard, str(len(settings)), *settings]
     return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
 
 

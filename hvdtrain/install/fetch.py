@@ -19,10 +19,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from email.parser import HeaderParser
+from importlib import metadata
 from pathlib import Path
 from typing import TextIO
-from zipfile import ZipFile
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -36,7 +35,7 @@ _OLDEST_PYTHON = 10
 _OLDEST_GLIBC = 5  # manylinux_2_5 is the oldest tag of wheels
 _FORMER_NAMES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
 
-_METADATA = re.compile(r"[^/]+\.dist-info/METADATA")
+_PIP = (sys.executable, "-m", "pip")
 _OWN = ("setup.py", "setup.cfg", "README.md", "LICENSE")
 _EPOCH = "315532800"  # 1980-01-01, the earliest date of a zip file. A fixed date makes wheels reproducible
 
@@ -181,11 +180,8 @@ def closure(
 
 def requirements(wheel: Path, extra: str, markers: Mapping[str, str]) -> Iterator[Requirement]:
     """Yield the requirements of a wheel for one of its extras, or without extras if it is empty."""
-    with ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if _METADATA.fullmatch(name))
-        headers = HeaderParser().parsestr(archive.read(name).decode())
-    for text in headers.get_all("Requires-Dist", []):
-        needed = Requirement(text)
+    (found,) = metadata.distributions(path=[str(wheel)])  # it reads zip files, too
+    for needed in map(Requirement, found.requires or ()):
         if needed.marker is None or needed.marker.evaluate({**markers, "extra": extra}):
             yield needed
 
@@ -215,9 +211,9 @@ class Pip:
         flags += ["--python-version", target.python]
         flags += [word for platform in target.platforms for word in ("--platform", platform)]
         fetched = self._new_folder("wheel")
-        argv = self._argv("download", *flags, "--dest", str(fetched), str(requirement))
+        argv = (*_PIP, "download", *flags, "--dest", str(fetched), str(requirement))
         try:
-            self._run(Step("wheel", f"fetching {requirement}", "seconds", argv))
+            return self._run(Step("wheel", f"fetching {requirement}", "seconds", argv), fetched)
         except BuildError as error:
             if "No matching distribution" not in (error.found or "") or OFFLINE in (error.next_step or ""):
                 raise
@@ -227,15 +223,11 @@ class Pip:
                 found="no wheel of any version" if none else "only wheels of other versions",
                 next_step=f"{_ADVICE.get(requirement.name, _OTHER)}   (log: {self._log.name})",
             ) from error
-        (wheel,) = fetched.iterdir()
-        return wheel
 
     def download_sdist(self) -> Path:
         """Fetch Horovod's source."""
         fetched = self._new_folder("sdist")
-        self._run(fetch_step(sys.executable, fetched))
-        (sdist,) = fetched.iterdir()
-        return sdist
+        return self._run(fetch_step(sys.executable, fetched), fetched)
 
     def build(self, project: Path) -> Path:
         """Build hvdtrain's wheel from a copy of its sources, which leaves the project unchanged."""
@@ -244,15 +236,13 @@ class Pip:
             shutil.copy(project / name, source)
         shutil.copytree(project / "hvdtrain", source / "hvdtrain", ignore=shutil.ignore_patterns("__pycache__"))
         flags = ("--no-deps", "--no-build-isolation", "--no-index", "--no-cache-dir", "--wheel-dir", str(built))
-        self._run(Step("own", "building hvdtrain's wheel", "5 s", self._argv("wheel", *flags, str(source))))
-        (wheel,) = built.iterdir()
-        return wheel
+        return self._run(Step("own", "building hvdtrain's wheel", "5 s", (*_PIP, "wheel", *flags, str(source))), built)
 
-    def _argv(self, *words: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", "pip", *words)
+    def _run(self, step: Step, folder: Path) -> Path:
+        """Run pip; return the file that it made in an empty folder.
 
-    def _run(self, step: Step) -> None:
-        """Run pip. Errors: BuildError if it failed; OSError if that was because the disk is full."""
+        Errors: BuildError if it failed; OSError if that was because the disk is full.
+        """
         try:
             run(step, self._environ, self.folder, self._log, lambda text: None)
         except BuildError as error:
@@ -260,6 +250,8 @@ class Pip:
                 if os.strerror(number) in (error.found or ""):
                     raise OSError(number, os.strerror(number), str(self.folder)) from error
             raise
+        (made,) = folder.iterdir()
+        return made
 
     def _new_folder(self, name: str) -> Path:
         """Return a new folder, without files left by a killed process."""

@@ -190,10 +190,9 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
 def check_cache(probe: Probe, needed_bytes: int) -> None:
     """Check that the cache can hold a build. Errors: BuildError if it is not writable, or its disk is full."""
     if probe.cache_problem or probe.free_bytes < needed_bytes:
+        full = "There is not enough free disk space to build Horovod."
         raise BuildError(
-            "The folder of the cache is not writable."
-            if probe.cache_problem
-            else "There is not enough free disk space to build Horovod.",
+            "The folder of the cache is not writable." if probe.cache_problem else full,
             expected=f"{needed_bytes / 2**30:.1f} GiB in {probe.cache}",
             found=probe.cache_problem or f"{probe.free_bytes / 2**30:.1f} GiB",
             next_step=OTHER_CACHE,

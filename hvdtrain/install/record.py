@@ -13,11 +13,12 @@ import json
 import mmap
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import BuildError, HorovodError
+from hvdtrain.files import read_text_or_empty
 from hvdtrain.install.build_probe import find_torch
 from hvdtrain.install.compiler import FIX_MARKS, PROMPT_MARKS, QUIET_MARK
 from hvdtrain.install.prerequisites import FoundMpi, Probe
@@ -75,19 +76,6 @@ def can_prove(mpi: FoundMpi, environ: Mapping[str, str]) -> bool:
     return mpi.mpirun is not None or "SLURM_JOB_ID" in environ
 
 
-def mark_tested(site: Path) -> None:
-    """Mark the Horovod in this folder of packages as tested."""
-    (site / MARK).unlink(missing_ok=True)
-
-
-def is_untested(site: Path, version: str) -> bool:
-    """Tell whether the Horovod of this version is marked as not tested."""
-    try:
-        return (site / MARK).read_text().strip() == version
-    except OSError:
-        return False
-
-
 def check_proof(output: str) -> None:
     """Check the sum that rank 0 printed. Errors: BuildError if it is wrong, missing, or was not computed with MPI."""
     lines = [line.partition(_MARK)[2] for line in output.splitlines() if _MARK in line]
@@ -118,19 +106,6 @@ class BuildRecord:
     tested: bool = True  # unless `hvdtrain build-horovod --prove later` left its test out, or the test failed
     source: str | None = None  # URL of the wheel it was installed from, if pip recorded it
 
-    @property
-    def ours(self) -> bool:
-        """Whether `hvdtrain build-horovod` built it."""
-        return self.mpi is not None
-
-    @classmethod
-    def from_version(cls, version: str) -> BuildRecord:
-        """Read the version of a distribution. Without our label, all other fields are unknown."""
-        label = Label.parse(version.partition("+")[2])
-        if label is None:
-            return cls(version)
-        return cls(version, torch=label.torch, mpi=label.mpi, nccl=label.nccl, has_mpi=True)
-
 
 def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
     """Describe the installed Horovod; None if there is none. ``path``: folders to search (default: `sys.path`)."""
@@ -138,17 +113,20 @@ def installed(path: Iterable[str] | None = None) -> BuildRecord | None:
     distribution = next(iter(found), None)
     if distribution is None:
         return None
-    record = BuildRecord.from_version(distribution.version)
+    version = distribution.version
+    label = Label.parse(version.partition("+")[2])  # None where others built it
     direct = json.loads(distribution.read_text("direct_url.json") or "{}")
     package = Path(str(distribution.locate_file("horovod")))
-    return replace(
-        record,
-        torch=record.torch or _torch_of_foreign(package),
-        has_mpi=record.has_mpi if record.ours else _library_holds(package, b"libmpi"),
+    return BuildRecord(
+        version,
+        torch=label.torch if label else _torch_of_foreign(package),
+        mpi=label.mpi if label else None,
+        nccl=label.nccl if label else None,
+        has_mpi=True if label else _library_holds(package, b"libmpi"),
         quiet=bool(_library_holds(package, QUIET_MARK.encode())),
         prompt=all(_library_holds(package, mark.encode()) for mark in PROMPT_MARKS),
         fixed=all(_library_holds(package, mark.encode()) for mark in FIX_MARKS),
-        tested=not is_untested(package.parent, distribution.version),
+        tested=read_text_or_empty(package.parent / MARK).strip() != version,
         source=direct.get("url"),
     )
 

@@ -125,11 +125,9 @@ def plan(project: Path, venv: Path, base: BaseInterpreter) -> tuple[Step, ...]:
     own_mpi = () if base.has_mpi else (OPEN_MPI,)
     extras = f"{EXTRAS},s3,onnx,harness,prometheus,otlp,test,bench"
     rest = ("--no-build-isolation", "--editable", f"{project}[{extras}]", *own_mpi)
-    torch = (
-        ("installing build tools", "5 s")
-        if base.shared_folders
-        else ("installing torch", "30 s; minutes if it includes CUDA")
-    )
+    torch = ("installing torch", "30 s; minutes if it includes CUDA")
+    if base.shared_folders:
+        torch = ("installing build tools", "5 s")
     return (
         Step("venv", f"creating {venv.name} with {base.executable}", "5 s", (base.executable, "-m", "venv", str(venv))),
         Step("torch", *torch, (*pip, *first)),

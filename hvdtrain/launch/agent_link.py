@@ -110,10 +110,7 @@ class AgentLink:
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
         with self._process.stderr as stream:
-            for read in stream:
-                text = read.decode("utf-8", "replace").strip()
-                if text:
-                    self._errors.append(text)
+            self._errors.extend(text for line in stream if (text := line.decode("utf-8", "replace").strip()))
 
 
 class Relay:

@@ -124,8 +124,13 @@ def refuse_shape(spec: JobSpec, to: str) -> None:
     target = TARGETS.get(to)
     if target is not None and target.even:
         _refuse_uneven(spec, to)
-    if target is not None and "directive" in target.takes:
-        _refuse_in_queue(spec)
+    batch = spec.batch
+    if target and "directive" in target.takes and batch.time_s is not None and batch.notice_s >= batch.time_s:
+        raise LaunchError(
+            "--notice is not shorter than the job's time",
+            expected=f"--notice below --time ({batch.time_s}s)",
+            found=f"--notice {batch.notice_s}s",
+        )
     if spec.gpus_per_node:
         _refuse_gpus(spec)
     if target is not None:
@@ -166,14 +171,4 @@ def _refuse_uneven(spec: JobSpec, to: str) -> None:
             expected=f"a multiple of {spec.nodes}",
             found=f"-np {spec.ranks} on {spec.nodes} hosts",
             next_step=f"-np {spec.nodes * spec.ranks_per_node}, or other --nodes",
-        )
-
-
-def _refuse_in_queue(spec: JobSpec) -> None:
-    batch = spec.batch
-    if batch.time_s is not None and batch.notice_s >= batch.time_s:
-        raise LaunchError(
-            "--notice is not shorter than the job's time",
-            expected=f"--notice below --time ({batch.time_s}s)",
-            found=f"--notice {batch.notice_s}s",
         )

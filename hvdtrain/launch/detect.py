@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import LaunchError
@@ -17,7 +17,6 @@ from hvdtrain.launch.spec import APPTAINER, PYXIS, SINGULARITY, Mpi
 from hvdtrain.programs import output
 from hvdtrain.runtime.mpi import horovod_library, mpi_library
 
-PROGRAMS = ("srun",)
 NO_PMI = "none"
 
 
@@ -28,7 +27,7 @@ class Machine:
     mpis: tuple[Mpi, ...] = ()  # MPIs with an mpirun: that of Horovod's library first, then those on PATH
     family: str | None = None  # of the MPI that Horovod uses: openmpi, mpich (Intel MPI too) or unknown; None: no MPI
     horovod: bool = True  # whether Horovod is installed
-    programs: Mapping[str, str] = field(default_factory=dict)  # paths of those of `PROGRAMS` that are installed
+    srun: bool = False  # whether it is installed
     in_slurm: bool = False  # whether this process is inside an allocation
     slurm_mpi: tuple[str, ...] = ()  # the kinds that ``srun --mpi=list`` names
     srun_mpi: Mpi | None = None  # the MPI that Horovod was built with, which may have no mpirun, only srun
@@ -95,20 +94,20 @@ def detect_machine(environ: Mapping[str, str]) -> Machine:
     """Detect MPIs, launchers and schedulers. Runs mpirun and srun for their versions, which takes a moment."""
     library = mpi_library(horovod_library(), environ)
     path = search_path(environ)
-    programs = {name: found for name in PROGRAMS if (found := shutil.which(name, path=path))}
+    srun = shutil.which("srun", path=path)
     mpiruns = [mpirun] if library and (mpirun := own_mpirun(library.path)) else []
     mpiruns += [Path(part) / "mpirun" for part in path.split(os.pathsep) if part]
-    listed = output([programs["srun"], "--mpi=list"], environ) if "srun" in programs else ""
+    listed = output([srun, "--mpi=list"], environ) if srun else ""
     built = record.installed()
     mpi = built.mpi if built is not None and library is not None else None
     return Machine(
         mpis=tuple(_mpis(mpiruns, environ)),
         family=library.family if library else None,
         horovod=built is not None,
-        programs=programs,
+        srun=srun is not None,
         in_slurm="SLURM_JOB_ID" in environ,
         slurm_mpi=tuple(re.findall(r"^(?:srun:)?\s*(pmix\w*|pmi2|none|cray\w*)\s*$", listed, re.MULTILINE)),
-        srun_mpi=Mpi(mpi.flavour, mpi.version, "srun") if mpi is not None and "srun" in programs else None,
+        srun_mpi=Mpi(mpi.flavour, mpi.version, "srun") if mpi is not None and srun else None,
         cray=library is not None and library.cray,
         intel_pmi=bool(environ.get("I_MPI_PMI_LIBRARY")),
     )

@@ -228,8 +228,7 @@ class Driver:
         link.send("hello", **hello_message(self._plan, host))
 
     def _send(self, host: str, kind: str, **facts: Any) -> None:
-        link = self._links.get(host)
-        if link is not None:
+        if (link := self._links.get(host)) is not None:
             link.send(kind, **facts)
 
     def _send_all(self, kind: str, **facts: Any) -> None:

@@ -57,7 +57,7 @@ def _failed(job: Job, worker: Worker, code: int, said: str) -> None:
     place = job.hosts[worker.host].slot_at(worker.slot)
     seconds = start_cooldown(job, place)
     text = f"{worker.label} {said}"
-    job.remember_failure(text)
+    job.failures.append(text)
     final = code == USAGE and (job.is_fresh or not any(w.step > 0 for w in (worker, *job.members())))
     again = job.limits.elastic and not final and _can_continue(job)
     again = again and (job.is_fresh or any(w.present for w in job.members()))
@@ -81,7 +81,7 @@ def lose_host(job: Job, host: Host, why: str) -> None:
     job.commands.append(StopAgent(host.name))
     seconds = start_cooldown(job, host)
     text = f"{host.name} is lost: {why}"
-    job.remember_failure(text)
+    job.failures.append(text)
     again = job.limits.elastic and _can_continue(job, without=host)
     job.log_event("host_lost", f"{text}; it will be tried again in {seconds:.0f} s" if again else text, host=host.name)
     for worker in [w for w in job.workers.values() if w.host == host.name]:
@@ -92,9 +92,7 @@ def lose_host(job: Job, host: Host, why: str) -> None:
 
 def check_survivors(job: Job) -> None:
     """Restart or end the job when no rank with the state is left, or none has ever joined."""
-    if job.phase is not Phase.RUNNING:
-        return
-    if not _can_continue(job):
+    if job.phase is Phase.RUNNING and not _can_continue(job):
         restart_or_fail(job, "no process got as far as joining" if job.is_fresh else "no rank is left")
 
 
@@ -108,8 +106,7 @@ def _can_continue(job: Job, without: Host | None = None) -> bool:
 
 def _untried(job: Job) -> bool:
     """Check whether a slot has not failed since the start, or there are no slots."""
-    hosts = [h for h in job.hosts.values() if h.slots]
-    failed = [h.failed or h.slot_at(i).failed for h in hosts for i in range(h.slots)]
+    failed = [h.failed or h.slot_at(i).failed for h in job.hosts.values() for i in range(h.slots)]
     return not all(failed) or not failed
 
 

@@ -5,6 +5,7 @@ The rules in the modules next to this one change it.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -224,11 +225,7 @@ class Job:
     trained: bool = False  # a rank has reported a step: there may be a checkpoint
     spoiled: str = ""
     last_code: int = 0  # exit code of the last failed rank
-    failures: list[str] = field(default_factory=list)  # the latest, for the message that ends the job
-
-    def remember_failure(self, failure: str) -> None:
-        """Remember a failure for the message that ends the job."""
-        self.failures = [*self.failures[-9:], failure]
+    failures: deque[str] = field(default_factory=lambda: deque(maxlen=5))  # for the message that ends the job
 
     def members(self) -> list[Worker]:
         """Return living workers of the last round, whether they have joined again or not."""

@@ -29,7 +29,7 @@ def send_end(job: Job, worker: Worker) -> None:
 
 def last_failures(job: Job) -> str:
     """Return the latest failures, for the message that ends a job."""
-    return "".join(f"\n  {text}" for text in job.failures[-5:])
+    return "".join(f"\n  {text}" for text in job.failures)
 
 
 def fail(job: Job, why: str, code: int = 1, *, save: bool = False) -> None:
@@ -98,7 +98,7 @@ def restart_or_fail(job: Job, why: str) -> None:
     if job.last_code == USAGE:
         return fail(job, f"{why}{last_failures(job)}", USAGE)
     if job.restarts >= job.limits.restarts:
-        offered = "" if not job.limits.restarts else f" after {job.restarts} restart(s)"
+        offered = f" after {job.restarts} restart(s)" if job.limits.restarts else ""
         goes_on = job.trained and not job.limits.restarts
         hint = "\n  the same command resumes from the last checkpoint; --restarts N does so itself" if goes_on else ""
         return fail(job, f"{why}{offered}{last_failures(job)}{hint}")

@@ -88,22 +88,6 @@ class Membership:
         `now_s`: not later than the oldest input that was not given yet, or a rank seems silent that is not.
         """
         self._begin(now_s)
-        return self._advance()
-
-    def _apply(self, now_s: float, rule: Callable[..., None], subject: object, *facts: object) -> None:
-        """Apply a rule to its subject, unless that is unknown."""
-        self._begin(now_s)
-        if subject is not None:
-            rule(self.job, subject, *facts)
-
-    def _begin(self, now_s: float) -> None:
-        away = now_s - self.job.now_s > _GAP_S
-        self.job.now_s = max(self.job.now_s, now_s)  # inputs of several threads may be in another order
-        if away:
-            faults.reset_heartbeats(self.job)
-
-    def _advance(self) -> list[Command]:
-        """Apply all rules to the current state."""
         job = self.job
         faults.check_hangs(job)
         worker_starts.forget_old_failures(job)
@@ -119,6 +103,18 @@ class Membership:
         commands, job.commands = job.commands, []
         return commands
 
+    def _apply(self, now_s: float, rule: Callable[..., None], subject: object, *facts: object) -> None:
+        """Apply a rule to its subject, unless that is unknown."""
+        self._begin(now_s)
+        if subject is not None:
+            rule(self.job, subject, *facts)
+
+    def _begin(self, now_s: float) -> None:
+        away = now_s - self.job.now_s > _GAP_S
+        self.job.now_s = max(self.job.now_s, now_s)  # inputs of several threads may be in another order
+        if away:
+            faults.reset_heartbeats(self.job)
+
 
 def _join(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     inside = job.is_in_round(worker)
@@ -132,7 +128,7 @@ def _join(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
         job_end.send_end(job, worker)
     elif inside and why == "failed":
         if text and not job.broken:
-            job.remember_failure(f"{worker.label}: {text}")
+            job.failures.append(f"{worker.label}: {text}")
         round_changes.break_round(job, f"{worker.label} has failed: {text}" if text else f"{worker.label} has failed")
     elif inside and not job.changed:
         round_changes.request_leave(job, f"{worker.label} has left the round")

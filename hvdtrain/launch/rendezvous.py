@@ -85,15 +85,14 @@ class RoundStore:
 class Rendezvous:
     """The server of one host: one thread that never waits for a client.
 
-    `log` is called with a line per refused request; `host`: the IPv4 address of this host to listen on; `put` is called
-    with round, key and value of each PUT, in addition to storing it.
+    `log` is called with a line per refused request; `put` with round, key and value of each PUT, besides storing it.
     """
 
-    def __init__(self, log: Callable[[str], object], host: str = "127.0.0.1", put: Put | None = None) -> None:
+    def __init__(self, log: Callable[[str], object], put: Put | None = None) -> None:
         self.token = secrets.token_urlsafe(32)
         self._log, self._put = log, put
         self._store = RoundStore()
-        self._listener = socket.create_server((host, 0), backlog=4096)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self._listener.setblocking(False)
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda _, context: log(f"rendezvous: {context.get('exception', context)!r}"))

@@ -121,12 +121,10 @@ def start_round(job: Job, chosen: list[Worker]) -> None:
     old = job.size if not job.is_fresh else 0
     job.round += 1
     job.began_step = step
-    numbers = places(chosen)
-    keys = {}
-    for worker, place in zip(chosen, numbers, strict=True):
-        keys[f"rank_and_size/{worker.host}:{place['local_rank']}"] = ",".join(map(str, place.values()))
+    placed = list(zip(chosen, places(chosen), strict=True))
+    keys = {f"rank_and_size/{w.host}:{p['local_rank']}": ",".join(map(str, p.values())) for w, p in placed}
     job.commands.append(OpenRound(job.round, keys))
-    for worker, place in zip(chosen, numbers, strict=True):
+    for worker, place in placed:
         worker.round, worker.rank, worker.joined = job.round, place["rank"], False
         worker.idle_s, worker.waiting, worker.entered_s = 0.0, False, job.now_s
         facts = {"round": job.round, **place, "host": worker.host, "timeout_s": limits.gloo_timeout(len(chosen))}

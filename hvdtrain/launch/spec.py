@@ -97,16 +97,9 @@ class JobSpec:
     container: Container | None = None  # None: ranks use the software of the hosts
 
     @property
-    def rank_python(self) -> str:
-        """The interpreter of the ranks: in a container that of the image."""
-        return self.python if self.container is None else "python"
-
-    @property
     def program(self) -> tuple[str, ...]:
         """The command of each rank, inside its container. Without one, python is the interpreter with hvdtrain."""
-        if not self.is_program:
-            return (self.rank_python, "-m", "hvdtrain", *self.own_arguments)
-        first, *rest = self.arguments
+        first, *rest = self.arguments if self.is_program else ("python", "-m", "hvdtrain", *self.own_arguments)
         return (self.python if first in PYTHON and self.container is None else first, *rest)
 
     @property

@@ -99,10 +99,9 @@ def check_shortage(job: Job) -> None:
     limits = job.limits
     if job.is_fresh:
         _report_wait(job)
-        if job.now_s - job.began_s >= limits.start_timeout_s and len(job.staying()) < limits.least:
-            _give_up(job, limits.start_timeout_s, "--start-timeout")
-        elif job.now_s - job.began_s >= 2 * limits.start_timeout_s:
-            _give_up(job, 2 * limits.start_timeout_s, "--start-timeout")
+        limit_s = limits.start_timeout_s * (1 if len(job.staying()) < limits.least else 2)
+        if job.now_s - job.began_s >= limit_s:
+            _give_up(job, limit_s, "--start-timeout")
         return
     present = [w for w in job.staying() if w.joined or job.is_member(w)]
     if len(present) >= limits.least or not limits.elastic:  # else the first loss ends it

@@ -20,11 +20,8 @@ def describe(plan: Plan, ranks: int) -> list[tuple[str, str]]:
     found = [("ranks", str(ranks))]
     if dimensions:
         found += [("mesh", line.strip()) for line in dimensions.table(ranks)]
-    found += [
-        ("parameters", _parameters(plan, ranks)),
-        ("optimizer", _optimizer(plan)),
-        ("gradients", _gradients(plan, ranks)),
-    ]
+    found += [("parameters", _parameters(plan, ranks)), ("optimizer", _optimizer(plan))]
+    found.append(("gradients", _gradients(plan, ranks)))
     sent = [text for name, text in _ACTIVATIONS.items() if getattr(dimensions, name) > 1]
     found += [("in passes", "; ".join(sent))] if sent else []
     if plan.outer is not None:
@@ -42,8 +39,6 @@ _ACTIVATIONS = {
     "pp": "activations to the next stage, gradients to the one before",
 }
 
-_AMONG = {False: "on all ranks", True: "on the ranks with copies"}
-
 
 def _parameters(plan: Plan, ranks: int) -> str:
     held = "its part of the mesh" if plan.dimensions.divides_model else "all"
@@ -53,11 +48,8 @@ def _parameters(plan: Plan, ranks: int) -> str:
     group = ranks if plan.dp_shard is None else plan.dp_shard
     groups = f"; {ranks // group} groups of {group} hold copies" if group < ranks else ""
     form = "in bf16 " if plan.precision == BF16_WEIGHTS else ""
-    of = (
-        "of its part of the mesh, which ranks with copies"
-        if plan.dimensions.divides_model
-        else "of each block, which all"
-    )
+    has_part = plan.dimensions.divides_model
+    of = "of its part of the mesh, which ranks with copies" if has_part else "of each block, which all"
     return f"each rank holds rows {of} gather {form}for its passes (FSDP){groups}"
 
 
@@ -75,7 +67,8 @@ def _gradients(plan: Plan, ranks: int) -> str:
         return "summed among the ranks of a worker"
     if ranks == 1:
         return "of one rank"
-    where = "at the owners of rows" if plan.shard != "none" else _AMONG[plan.dimensions.divides_model]
+    among = "on the ranks with copies" if plan.dimensions.divides_model else "on all ranks"
+    where = "at the owners of rows" if plan.shard != "none" else among
     when = "after each pass" if plan.sums_each_pass and plan.dp_shard is None else "once a step"
     how = "" if plan.compression == "none" else f", in {plan.compression}"
     if plan.bits:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from operator import attrgetter
 from typing import Any
 
 from hvdtrain.compression.table import TABLE, parse, parse_outer
@@ -71,19 +72,12 @@ def resolve(config: Config, *, elastic: bool = False) -> Plan:
     if plan.outer is not None:
         parse_outer(plan.outer.coding)
     if found := refusals(plan):
-        raise as_error(config, found, elastic=elastic)
+        first, *others = [sentence(config, each) for each in found]
+        also = f"also, {'; '.join(others)}" if others else None
+        changes = nearest(config, found, elastic=elastic)
+        ways = [" ".join(shown(name, value) for name, value in each.items()) for each in changes]
+        raise ConfigError(first, found=also, next_step=", or ".join(ways) or None)
     return plan
-
-
-def as_error(config: Config, found: list[Refusal], *, elastic: bool) -> ConfigError:
-    """Return the error of refused options."""
-    told = [sentence(config, each) for each in found]
-    ways = [
-        " ".join(shown(name, value) for name, value in changes.items())
-        for changes in nearest(config, found, elastic=elastic)
-    ]
-    also = f"also, {'; '.join(told[1:])}" if told[1:] else None
-    return ConfigError(told[0], found=also, next_step=", or ".join(ways) or None, everywhere=True)
 
 
 def sentence(config: Config, refusal: Refusal) -> str:
@@ -126,19 +120,13 @@ def changed_by(config: Config, changes: Mapping[str, Any]) -> Config:
             continue
         if name == "parallel.sync":
             config = replace(config, parallel=replace(config.parallel, workers=None))
-        config = replace(
-            config, **({section: replace(getattr(config, section), **{option: value})} if section else {name: value})
-        )
+        change = {section: replace(getattr(config, section), **{option: value})} if section else {name: value}
+        config = replace(config, **change)
     return config
 
 
 def _value(config: Config, name: str) -> Any:
-    if name == ELASTIC:
-        return True
-    found: Any = config
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return True if name == ELASTIC else attrgetter(name)(config)
 
 
 def check_compression(text: str) -> None:
@@ -159,28 +147,26 @@ def _all_dimensions(plan: Plan) -> tuple[str, ...]:
     return tuple(f"parallel.{name}" for name in ("tp", "ep", "cp", "pp") if getattr(plan.dimensions, name) > 1)
 
 
+def _those(*rows: tuple[bool, tuple[str, ...], str]) -> _Found:
+    """Yield a refusal for each row that applies: options, and why they do not go together."""
+    return (Refusal(options, because) for applies, options, because in rows if applies)
+
+
 def _division(plan: Plan) -> _Found:
-    engine = ("parallel.engine",)
-    if plan.engine == "ddp" and plan.shard != "none":
-        yield Refusal((*engine, "parallel.shard"), "each rank of DDP has all of the optimizer")
-    if plan.engine == "fsdp" and plan.shard != "parameters":
-        yield Refusal((*engine, "parallel.shard"), "FSDP divides the parameters, too")
-    if plan.engine == "horovod" and plan.shard == "parameters":
-        yield Refusal((*engine, "parallel.shard"), "only FSDP divides parameters")
-    if plan.dp_shard is not None and plan.engine != "fsdp":
-        yield Refusal((*engine, "parallel.dp_shard"), "only FSDP divides a model among groups of ranks")
-    for name in _mesh(plan) if plan.engine == "ddp" else ():
-        yield Refusal((*engine, name), "each rank of DDP has the whole model")
-    if plan.shard == "gradients" and plan.dimensions.pp > 1:
-        yield Refusal(("parallel.shard", "parallel.pp"), "a pipeline sums its gradients once a step")
-    if plan.dp_shard is not None and plan.dimensions.pp > 1:
-        yield Refusal(("parallel.dp_shard", "parallel.pp"), "no stage of a pipeline is in a group")
-
-
-def _schedule(plan: Plan) -> _Found:
-    for name, is_set in (("parallel.virtual_stages", plan.dimensions.virtual_stages > 1),):
-        if is_set and plan.dimensions.pp > 1 and plan.engine == "fsdp":
-            yield Refusal(("parallel.engine", name), "FSDP gathers parameters in the order of one group of layers")
+    engine, shard, groups, stages = "parallel.engine", "parallel.shard", "parallel.dp_shard", "parallel.pp"
+    by_ddp, by_fsdp, in_groups = plan.engine == "ddp", plan.engine == "fsdp", plan.dp_shard is not None
+    has_stages, loops = plan.dimensions.pp > 1, plan.dimensions.virtual_stages > 1
+    in_order = "FSDP gathers parameters in the order of one group of layers"
+    return _those(
+        (by_ddp and plan.shard != "none", (engine, shard), "each rank of DDP has all of the optimizer"),
+        (by_fsdp and plan.shard != "parameters", (engine, shard), "FSDP divides the parameters, too"),
+        (plan.by_horovod and plan.shard == "parameters", (engine, shard), "only FSDP divides parameters"),
+        (in_groups and not by_fsdp, (engine, groups), "only FSDP divides a model among groups of ranks"),
+        *((by_ddp, (engine, name), "each rank of DDP has the whole model") for name in _mesh(plan)),
+        (plan.shard == "gradients" and has_stages, (shard, stages), "a pipeline sums its gradients once a step"),
+        (in_groups and has_stages, (groups, stages), "no stage of a pipeline is in a group"),
+        (loops and has_stages and by_fsdp, (engine, "parallel.virtual_stages"), in_order),
+    )
 
 
 def compressions(plan: Plan) -> tuple[str, ...]:
@@ -203,15 +189,12 @@ def _codings(plan: Plan) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str
     divided = _mesh(plan)
     if plan.engine == "ddp":
         yield ("parallel.engine",), _OF_DDP, "torch has no more for DDP"
-    elif plan.engine == "fsdp" and plan.dp_shard is None:
-        names, because = (
-            (("none",), "FSDP sums what is left of a divided matrix itself")
-            if divided
-            else (_BY_PIECES, "FSDP sums pieces at their owners")
-        )
-        yield ("parallel.engine", *divided), names, because
-    elif plan.engine == "fsdp":
+    elif plan.engine == "fsdp" and plan.dp_shard is not None:
         yield ("parallel.dp_shard",), _BY_ROWS, "groups exchange rows"
+    elif plan.engine == "fsdp" and divided:
+        yield ("parallel.engine", *divided), ("none",), "FSDP sums what is left of a divided matrix itself"
+    elif plan.engine == "fsdp":
+        yield ("parallel.engine",), _BY_PIECES, "FSDP sums pieces at their owners"
     elif plan.shard in ("optimizer", "gradients") and divided:
         yield ("parallel.shard", *divided), ("none",), "updated rows are sent as they are"
     elif plan.shard != "none":
@@ -236,9 +219,8 @@ def _memory(plan: Plan) -> _Found:
 def _changing_ranks(plan: Plan) -> _Found:
     if not plan.elastic:
         return
-    if plan.engine != "horovod":
-        yield Refusal(("parallel.engine", ELASTIC), "its number of ranks is constant")
-    for name in _all_dimensions(plan):
+    engine = ["parallel.engine"] if plan.engine != "horovod" else []
+    for name in (*engine, *_all_dimensions(plan)):
         yield Refusal((name, ELASTIC), "its number of ranks is constant")
 
 
@@ -258,21 +240,17 @@ def _workers(plan: Plan) -> _Found:
     if plan.outer is None:
         return
     whole = "workers that train apart have whole parameters"
-    if plan.engine != "horovod":
-        yield Refusal(("parallel.engine", "parallel.sync"), whole)
-    elif plan.shard != "none":
-        yield Refusal(("parallel.shard", "parallel.sync"), whole)
-    for name in _all_dimensions(plan):
+    divided = ["parallel.engine"] if plan.engine != "horovod" else ["parallel.shard"] if plan.shard != "none" else []
+    for name in (*divided, *_all_dimensions(plan)):
         yield Refusal((name, "parallel.sync"), whole)
-    for name, is_set, because in (
-        ("precision", plan.precision == "fp16", "workers cannot agree on the scale of a loss"),
-        ("parallel.balance", plan.balance == "speed", "workers have equal shares, or those of --outer.shares"),
-        ("train.ema", plan.averaged, "the outer step averages already"),
-        ("parallel.buffers", plan.buffers == "check", "buffers of workers differ"),
-        ("parallel.compression", plan.compression == AUTO, "no step exchanges gradients"),
-    ):
-        if is_set:
-            yield Refusal(("parallel.sync", name), because)
+    sync, equal = "parallel.sync", "workers have equal shares, or those of --outer.shares"
+    yield from _those(
+        (plan.precision == "fp16", (sync, "precision"), "workers cannot agree on the scale of a loss"),
+        (plan.balance == "speed", (sync, "parallel.balance"), equal),
+        (plan.averaged, (sync, "train.ema"), "the outer step averages already"),
+        (plan.buffers == "check", (sync, "parallel.buffers"), "buffers of workers differ"),
+        (plan.compression == AUTO, (sync, "parallel.compression"), "no step exchanges gradients"),
+    )
 
 
 def _bits(plan: Plan) -> _Found:
@@ -283,31 +261,19 @@ def _bits(plan: Plan) -> _Found:
         yield Refusal(("train.verify_every", name), "ranks sum each pass together, so that none can repeat one alone")
     if not plan.bits:
         return
-    for name, is_set, because in (
-        ("parallel.compression", plan.compression != "none", "what it loses depends on which rank has a micro-batch"),
-        ("parallel.engine", plan.engine == "ddp", "torch's DDP sums in the order of ranks"),
-        ("parallel.dp_shard", plan.dp_shard is not None, "sums between groups are not yet there with it"),
-        *(
-            (dimension, True, "sums of what ranks compute together are not yet there with it")
-            for dimension in _all_dimensions(plan)
-        ),
-        ("parallel.sync", plan.outer is not None, "workers that train apart do not sum gradients"),
-        ("train.compile", plan.compiled, "compiled code depends on the shapes that a rank has seen"),
-    ):
-        if is_set:
-            yield Refusal(("train.reproducible", name), because)
-    if plan.offload and plan.engine == "fsdp":
-        yield Refusal(("train.reproducible", "parallel.engine", "memory.offload"), "torch copies sums before their end")
+    bits, by_fsdp = "train.reproducible", plan.engine == "fsdp"
+    lossy = "what it loses depends on which rank has a micro-batch"
+    together = "sums of what ranks compute together are not yet there with it"
+    yield from _those(
+        (plan.compression != "none", (bits, "parallel.compression"), lossy),
+        (plan.engine == "ddp", (bits, "parallel.engine"), "torch's DDP sums in the order of ranks"),
+        (plan.dp_shard is not None, (bits, "parallel.dp_shard"), "sums between groups are not yet there with it"),
+        *((True, (bits, name), together) for name in _all_dimensions(plan)),
+        (plan.outer is not None, (bits, "parallel.sync"), "workers that train apart do not sum gradients"),
+        (plan.compiled, (bits, "train.compile"), "compiled code depends on the shapes that a rank has seen"),
+        (plan.offload and by_fsdp, (bits, "parallel.engine", "memory.offload"), "torch copies sums before their end"),
+    )
 
 
-PARTS: tuple[Callable[[Plan], _Found], ...] = (
-    _division,
-    _schedule,
-    _coding,
-    _memory,
-    _changing_ranks,
-    _balance,
-    _workers,
-    _bits,
-)
+PARTS: tuple[Callable[[Plan], _Found], ...] = (_division, _coding, _memory, _changing_ranks, _balance, _workers, _bits)
 """Each yields what its part of a plan refuses."""

@@ -188,14 +188,9 @@ class DriverClient:
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(BEAT_S):
-            heartbeat = self.heartbeat
-            self._channel.send(
-                "alive",
-                round=self.round,
-                step=heartbeat.step(),
-                idle_s=round(heartbeat.idle_s(), 3),
-                waiting=heartbeat.waiting(),
-            )
+            beat = self.heartbeat
+            facts = {"step": beat.step(), "idle_s": round(beat.idle_s(), 3), "waiting": beat.waiting()}
+            self._channel.send("alive", round=self.round, **facts)
 
 
 def connect_to_driver(environ: Mapping[str, str]) -> DriverClient | None:

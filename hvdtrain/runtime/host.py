@@ -87,9 +87,8 @@ def physical_cores(root: Path, cpus: frozenset[int]) -> int:
 def cgroup_folders(root: Path, controller: str) -> list[Path]:
     """Return the folders with this process's limits, innermost first: cgroup v2, then v1 as containers mount it."""
     base = root / "sys/fs/cgroup"
-    groups = dict.fromkeys(
-        line.split(":", 2)[2].strip("/") for line in read_text_or_empty(root / "proc/self/cgroup").splitlines()
-    )
+    lines = read_text_or_empty(root / "proc/self/cgroup").splitlines()
+    groups = dict.fromkeys(line.split(":", 2)[2].strip("/") for line in lines)
     nested = [base / kind / group for group in groups if group for kind in ("", controller)]
     return [*nested, base, base / controller]
 

@@ -60,12 +60,8 @@ class Facts:
     @property
     def over_open_mpi(self) -> bool:
         """Whether the ranks communicate by Open MPI."""
-        return (
-            self.mpi is not None
-            and self.mpi.family == "openmpi"
-            and self.info.size > 1
-            and self.info.started_by.mpi != ""
-        )
+        by_mpi = self.info.size > 1 and self.info.started_by.mpi != ""
+        return by_mpi and self.mpi is not None and self.mpi.family == "openmpi"
 
     @property
     def threads(self) -> int:

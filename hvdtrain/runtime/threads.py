@@ -7,20 +7,11 @@ import socket
 import threading
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
 
 _DESCRIPTORS = Path("/proc/self/fd")
-
-
-@dataclass(frozen=True)
-class ThreadUse:
-    """CPU use of a thread since its start: the time it ran, and how often it gave up its core to wait."""
-
-    busy_ns: int
-    sleeps: int
 
 
 def thread_ids(process: int | str = "self") -> frozenset[int]:
@@ -31,12 +22,9 @@ def thread_ids(process: int | str = "self") -> frozenset[int]:
         return frozenset()
 
 
-def read_use(thread: int) -> ThreadUse:
-    """Read the CPU use of a thread. Errors: OSError, ValueError if it has ended, or this kernel has no such figures."""
-    folder = _PROC / "self/task" / str(thread)
-    status = dict(line.partition(":")[::2] for line in (folder / "status").read_text().splitlines())
-    busy_ns = int((folder / "schedstat").read_text().split()[0])
-    return ThreadUse(busy_ns, int(status.get("voluntary_ctxt_switches", "x")))
+def read_busy_ns(thread: int) -> int:
+    """Return how long a thread has run. Errors: OSError, ValueError if it has ended, or the kernel does not say it."""
+    return int((_PROC / "self/task" / str(thread) / "schedstat").read_text().split()[0])
 
 
 def lower_priority(threads: Iterable[int]) -> None:

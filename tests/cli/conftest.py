@@ -16,7 +16,7 @@ from hvdtrain.launch.detect import Machine
 from tests.support.jobs import OPEN_MPI_4
 
 Launch = Callable[..., tuple[str, str]]
-MACHINE = Machine((OPEN_MPI_4,), "openmpi", programs={"srun": "srun"}, slurm_mpi=("none", "pmix"))
+MACHINE = Machine((OPEN_MPI_4,), "openmpi", srun=True, slurm_mpi=("none", "pmix"))
 
 
 @pytest.fixture

@@ -117,11 +117,16 @@ def test_a_program_that_started_horovod_without_timeline_is_warned(tmp_path: Pat
 WATCHING = """
 import threading
 import time
+from pathlib import Path
 import torch
 from hvdtrain import Task
-from hvdtrain.runtime.threads import read_use, thread_ids
+from hvdtrain.runtime.threads import read_busy_ns, thread_ids
 
 LONG_NS = 50_000_000  # of running
+
+def read_sleeps(thread):
+    status = Path(f"/proc/self/task/{thread}/status").read_text()
+    return int(status.partition("voluntary_ctxt_switches:")[2].split()[0])
 
 def build():
     calls, before = [], {}
@@ -129,10 +134,10 @@ def build():
         calls.append(1)
         if len(calls) in (40, 800):  # two a step
             others = thread_ids() - {threading.get_native_id()}
-            uses = {thread: read_use(thread) for thread in others}
+            uses = {thread: (read_sleeps(thread), read_busy_ns(thread)) for thread in others}
             for thread in before.keys() & others:
-                slept = uses[thread].sleeps > before[thread].sleeps
-                assert slept or uses[thread].busy_ns < before[thread].busy_ns + LONG_NS, (before[thread], uses[thread])
+                (slept, busy_ns), (slept_before, busy_before_ns) = uses[thread], before[thread]
+                assert slept > slept_before or busy_ns < busy_before_ns + LONG_NS, (before[thread], uses[thread])
             before.update(uses)
         return model(batch[0]).sum(), 1
     return Task(torch.nn.Linear(1, 1), loss, torch.utils.data.TensorDataset(torch.ones(8, 1)))

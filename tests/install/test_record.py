@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from hvdtrain.errors import HorovodError
 from hvdtrain.install.compiler import FIX_MARKS, PROMPT_MARKS, QUIET_MARK
-from hvdtrain.install.record import BuildRecord, check_record, installed
+from hvdtrain.install.record import MARK, BuildRecord, check_record, installed
 from hvdtrain.install.versions import Label, MpiBuild, TorchBuild
 
 number = st.integers(0, 999).map(str)
@@ -33,8 +33,7 @@ OPEN_MPI = MpiBuild("openmpi", "4.1.8")
 def test_a_label_survives_the_version_number_that_carries_it(label: Label) -> None:
     version = Version(f"0.28.1+{label}")
     assert version.local == str(label)  # PEP 440 has nothing to normalise
-    record = BuildRecord.from_version(str(version))
-    assert (record.torch, record.mpi, record.nccl) == (label.torch, label.mpi, label.nccl)
+    assert Label.parse(version.local) == label
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,11 @@ def test_what_is_installed_is_read_from_its_version_or_its_files(
     found = installed([str(tmp_path)])
     assert found is not None
     assert (found.torch, found.mpi, found.has_mpi) == expected
-    assert found.source == "file:///cache/horovod.whl" and found.ours == (version == OURS)
+    assert found.source == "file:///cache/horovod.whl" and found.tested
+    for marked in (version, "0.27"):  # of another Horovod: it was installed before this one
+        (tmp_path / MARK).write_text(f"{marked}\n")
+        again = installed([str(tmp_path)])
+        assert again is not None and again.tested == (marked != version)
 
 
 @pytest.mark.parametrize("version", ["0.28.1", OURS])

@@ -12,9 +12,9 @@ from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import TARGETS
 from tests.support.jobs import INTEL, MPICH, OPEN_MPI_4, OPEN_MPI_5
 
-ON_OPEN_MPI = Machine(mpis=(OPEN_MPI_4, MPICH), family="openmpi", programs={"horovodrun": "/venv/bin/horovodrun"})
+ON_OPEN_MPI = Machine(mpis=(OPEN_MPI_4, MPICH), family="openmpi")
 ON_MPICH = Machine(mpis=(INTEL, MPICH), family="mpich")
-IN_SLURM = replace(ON_OPEN_MPI, in_slurm=True, programs={"srun": "srun"}, slurm_mpi=("none",))
+IN_SLURM = replace(ON_OPEN_MPI, in_slurm=True, srun=True, slurm_mpi=("none",))
 GLOO_ONLY = Machine(mpis=(OPEN_MPI_4,), family=None)
 
 
@@ -82,7 +82,7 @@ def test_how_srun_connects_an_mpi(mpi: Mpi | None, kinds: tuple[str, ...], pmi: 
 
 def test_cray_mpich_needs_no_mpirun_and_uses_its_own_pmi() -> None:
     mpi = Mpi("mpich", "8.1.28", "srun")
-    cray = Machine((), "mpich", programs={"srun": "srun"}, in_slurm=True, srun_mpi=mpi, cray=True)
+    cray = Machine((), "mpich", srun=True, in_slurm=True, srun_mpi=mpi, cray=True)
     here = replace(cray, slurm_mpi=("cray_shasta", "none", "pmi2"))
     assert (here.slurm_mpi_for(mpi), replace(here, cray=False).slurm_mpi_for(mpi)) == ("cray_shasta", "pmi2")
     assert replace(here, slurm_mpi=("pmi2",)).slurm_mpi_for(mpi) == "pmi2"
@@ -91,7 +91,7 @@ def test_cray_mpich_needs_no_mpirun_and_uses_its_own_pmi() -> None:
 
 
 def test_intel_mpi_uses_slurms_pmi_where_it_is_named() -> None:
-    here = replace(ON_MPICH, in_slurm=True, programs={"srun": "srun"}, slurm_mpi=("pmi2",))
+    here = replace(ON_MPICH, in_slurm=True, srun=True, slurm_mpi=("pmi2",))
     assert "I_MPI_PMI_LIBRARY" in choose(AUTO, [], here).why
     named = replace(here, intel_pmi=True)
     assert (named.slurm_mpi_for(INTEL), "Gloo" in choose(AUTO, [], named).why) == ("pmi2", False)

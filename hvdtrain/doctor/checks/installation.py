@@ -169,10 +169,8 @@ def gpus(facts: DoctorFacts) -> Finding:
         text = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         return Finding("gpus", "ok", text or "none")
     if not torch.values.get("cuda"):
-        why, fix = (
-            "this torch is built for the CPU only",
-            f"install a torch with CUDA, then: {BUILD_COMMAND} --gpu nccl",
-        )
+        why = "this torch is built for the CPU only"
+        fix = f"install a torch with CUDA, then: {BUILD_COMMAND} --gpu nccl"
     elif facts.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         why, fix = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
     else:

@@ -34,10 +34,7 @@ class DoctorFacts:
 
 
 def gather(
-    info: RankInfo,
-    environ: Mapping[str, str],
-    run_dir: Path,
-    refusal: LaunchError | None = None,
+    info: RankInfo, environ: Mapping[str, str], run_dir: Path, refusal: LaunchError | None = None
 ) -> DoctorFacts:
     """Gather all facts. This takes as long as importing torch and Horovod. Collective: no.
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from hvdtrain.programs import Answer, answer
 
@@ -23,17 +26,13 @@ def storage(folder: Path) -> Answer:
     return answer([sys.executable, "-m", "hvdtrain.doctor.facts.storage", str(folder)], _TIMEOUT_S)
 
 
-def probe(wanted: Path, mounts: str) -> dict[str, Any]:
-    """Check a folder in this process. ``mounts``: content of /proc/self/mountinfo."""
+def probe(wanted: Path) -> dict[str, Any]:
+    """Check a folder in this process."""
     folder = wanted.resolve()
     while not folder.is_dir():
         folder = folder.parent
-    space = os.statvfs(folder)
-    found = {
-        "folder": str(folder),
-        "type": file_system_type(folder, mounts),
-        "free_bytes": space.f_bavail * space.f_frsize,
-    }
+    space = shutil.disk_usage(folder)
+    found = {"folder": str(folder), "type": file_system_type(folder), "free_bytes": space.free}
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             file.write(b"x")
@@ -43,16 +42,12 @@ def probe(wanted: Path, mounts: str) -> dict[str, Any]:
     return found
 
 
-def file_system_type(folder: Path, mounts: str) -> str:
+def file_system_type(folder: Path) -> str:
     """Return the file system type of a folder. A later mount on the same folder hides an earlier one."""
-    deepest, kind = -1, "unknown"
-    for line in mounts.splitlines():
-        fields, _, rest = line.partition(" - ")
-        place = Path(fields.split()[4].replace(r"\040", " "))
-        if folder.is_relative_to(place) and len(place.parts) >= deepest:
-            deepest, kind = len(place.parts), rest.split()[0]
-    return kind
+    around = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
+    deepest_last = sorted(around, key=lambda mount: len(mount.mountpoint))
+    return str(deepest_last[-1].fstype) if deepest_last else "unknown"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(probe(Path(sys.argv[1]), Path("/proc/self/mountinfo").read_text())) + "\n")
+    sys.stdout.write(json.dumps(probe(Path(sys.argv[1]))) + "\n")

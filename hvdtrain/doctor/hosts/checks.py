@@ -79,12 +79,9 @@ _FEW_FILES = 1024
 def explain_ssh_failure(host: str, message: str) -> Finding:
     """Return the finding for a host that does not answer. ``message``: last lines of ssh, the shell or Python."""
     why, fix = next((why, fix) for pattern, why, fix in _CAUSES if re.search(pattern, message))
-    key_file = re.search(r"Offending \S+ key in (\S+?):\d+", message)
-    fix = fix.format(
-        host=host,
-        machine=host.rpartition("@")[2],
-        key_file=f" -f {shlex.quote(key_file[1])}" if key_file else "",
-    )
+    found = re.search(r"Offending \S+ key in (\S+?):\d+", message)
+    key_file = f" -f {shlex.quote(found[1])}" if found else ""
+    fix = fix.format(host=host, machine=host.rpartition("@")[2], key_file=key_file)
     parts = [part.strip() for part in message.split("; ") if part.strip(" @")]
     meaningful = [part for part in parts if not part.startswith(("Host key verification", "Please contact"))]
     return Finding(f"ssh {host}", "broken", (meaningful or parts or ["no message"])[-1], why, fix)

@@ -47,19 +47,19 @@ class ProbeClient:
     def __init__(self, host: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
         self._numbers = itertools.count(1)
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._link = AgentLink(host, argv, environment, lambda item: self._inbox.put(item[1]))
-        self._link.start()
+        self.link = AgentLink(host, argv, environment, lambda item: self._inbox.put(item[1]))
+        self.link.start()
 
     def greet(self, hello: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send the first message and return the facts about the host. Errors: NoAnswerError if there is no reply."""
-        self._link.send("hello", **hello)
+        self.link.send("hello", **hello)
         return dict(self._receive("says", time.monotonic() + timeout_s)["facts"])
 
     def ask(self, what: str, timeout_s: float, **facts: Any) -> Any:
         """Ask a question. Errors: NoAnswerError if there is no answer, or the host reports an error."""
         number = next(self._numbers)
         deadline_s = time.monotonic() + timeout_s
-        self._link.send("ask", number=number, what=what, **msgspec.to_builtins(facts))
+        self.link.send("ask", number=number, what=what, **msgspec.to_builtins(facts))
         while True:
             message = self._receive("answer", deadline_s)
             if message["number"] != number:  # the late answer to a question that timed out
@@ -68,14 +68,10 @@ class ProbeClient:
                 raise NoAnswerError(str(message["error"]))
             return message["value"]
 
-    def close(self) -> None:
-        """Let the probe end, without waiting for it."""
-        self._link.close()
-
     def kill(self) -> None:
         """Kill the connection. The probe ends as soon as it notices."""
-        self._link.kill()
-        self._link.close()
+        self.link.kill()
+        self.link.close()
 
     def _receive(self, kind: str, deadline_s: float) -> dict[str, Any]:
         while True:
@@ -129,7 +125,7 @@ class Hosts:
             if error:
                 probe.kill()  # so that no thread waits for a host
             else:
-                probe.close()
+                probe.link.close()  # without waiting for its end
         self._pool.shutdown()
 
     def survey(self) -> Survey:
@@ -172,7 +168,7 @@ class Hosts:
         def address(host: str) -> str:
             if not _is_local(facts[host].address):
                 return facts[host].address
-            return str(self._probes[host].ask("toward", _ASK_S, address=remote)) or "127.0.0.1"
+            return str(self._ask(host, "toward", address=remote)) or "127.0.0.1"
 
         return self._ask_all(address)
 
@@ -181,33 +177,30 @@ class Hosts:
         name, text = f"{self._job.folder}/.hvdtrain-doctor-{secrets.token_hex(8)}", secrets.token_hex(16)
         for writer in list(self._probes):
             try:
-                self._probes[writer].ask("write", _ASK_S, file=name, text=text)
+                self._ask(writer, "write", file=name, text=text)
             except NoAnswerError:
                 continue
             try:
-                return writer, self._ask_all(
-                    lambda host: bool(self._probes[host].ask("look", _ASK_S, file=name, text=text))
-                )
+                return writer, self._ask_all(lambda host: bool(self._ask(host, "look", file=name, text=text)))
             finally:
                 with suppress(NoAnswerError, KeyError):  # the writer may be lost by now
-                    self._probes[writer].ask("remove", _ASK_S, file=name)
+                    self._ask(writer, "remove", file=name)
         return "", {}
 
     def _try_connections(self, addresses: Mapping[str, str]) -> dict[str, Mapping[str, Attempt]]:
         """Let each host connect to all others."""
-
-        def listen(host: str) -> Listener:
-            return Listener(**self._probes[host].ask("listen", _ASK_S, address=addresses[host]))
-
-        listeners = self._ask_all(listen)
+        listeners = self._ask_all(lambda host: Listener(**self._ask(host, "listen", address=addresses[host])))
 
         def reach(host: str) -> Mapping[str, Attempt]:
             doors = {other: door for other, door in listeners.items() if other != host}
             timeout_s = _ASK_S + CONNECT_S * (1 + len(doors) / 32)
-            attempts = self._probes[host].ask("reach", timeout_s, doors=doors)
+            attempts = self._ask(host, "reach", timeout_s, doors=doors)
             return {other: Attempt(**attempt) for other, attempt in attempts.items()}
 
         return self._ask_all(reach)
+
+    def _ask(self, host: str, what: str, timeout_s: float = _ASK_S, **facts: Any) -> Any:
+        return self._probes[host].ask(what, timeout_s, **facts)
 
     def _ask_all(self, work: Callable[[str], T]) -> dict[str, T]:
         """Call a function for each host that still answers, in parallel."""

@@ -197,7 +197,7 @@ def _stop_variables(spec: JobSpec) -> dict[str, str]:
 
 
 def _inside_slurm(machine: Machine) -> str:
-    return "inside an allocation of Slurm" if machine.in_slurm and "srun" in machine.programs else ""
+    return "inside an allocation of Slurm" if machine.in_slurm and machine.srun else ""
 
 
 _SRUN = base.CONTAINER | {"hosts", "nodes", "gpus_per_node", "cpus_per_rank", "interface", "env", "launcher_arg", "pmi"}

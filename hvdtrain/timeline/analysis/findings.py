@@ -30,11 +30,13 @@ _START_SHARE, _START_MS = 0.1, 1000.0
 _NEAR = 0.05
 """Of a run: a rank that turned slow so shortly before or after is the reason of a change."""
 _FEW, _MANY = 10, 50
+WRONG_BITS = "wrong_bits"
+"""Kind of a finding: without a cost, and worse than any."""
 _TURNS_WITH_TICKS = 5
 
 
 def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Finding]:
-    """Return all findings, most costly first; unknown costs last.
+    """Return all findings: wrong bits first, then the most costly; unknown costs last.
 
     Of `others`, starts with their shares of the steps of the run, it is what matters about their ranks.
     """
@@ -49,7 +51,7 @@ def find(facts: Facts, others: Sequence[tuple[Facts, float]] = ()) -> list[Findi
             cost = (found.cost_ms or 0.0) * share
             if found.kind == "straggler" or cost >= max(LEAST_MS, LEAST_SHARE * facts.step_ms):
                 every.append(replace(found, text=f"{wording.start_of(other.blame)}: {found.text}", cost_ms=cost))
-    return sorted(every, key=lambda finding: -(finding.cost_ms or 0.0))
+    return sorted(every, key=lambda finding: (finding.kind != WRONG_BITS, -(finding.cost_ms or 0.0)))
 
 
 def _start_up(facts: Facts) -> Iterator[Finding]:
@@ -186,7 +188,7 @@ def _wrong_ranks(facts: Facts) -> Iterator[Finding]:
         where = ", ".join(f"{name} {own[-1][name]}" for name in ("host", "gpu", "cores") if name in own[-1])
         text = f"rank {rank} ({where}) had wrong bits {wording.counted(len(own), 'time')}, last at step "
         advice = "take it out of the next job and test it; with --train.verify_every, a sample of the passes is checked"
-        yield Finding("wrong_bits", f"{text}{own[-1].get('at_step')}", None, advice)
+        yield Finding(WRONG_BITS, f"{text}{own[-1].get('at_step')}", None, advice)
 
 
 def _stalls(facts: Facts) -> Iterator[Finding]:

@@ -144,12 +144,14 @@ class SecondRank(StepPart):
         unequal = find_unequal(replicated(self._stepper.model), comm, name="second_rank/parameters")
         if not unequal:
             return
-        name, differing = next(iter(unequal.items()))  # from rank 0
+        differing = {rank for ranks in unequal.values() for rank in ranks}  # from rank 0
+        alike = all(len(ranks) == len(differing) for ranks in unequal.values())
+        wrong = set[int]()
         if comm.size == 2:
             wrong = set() if known is None else {known}
-        else:
-            wrong = set(differing) if len(differing) == 1 else {0} if len(differing) == comm.size - 1 else set()
-        self._name(wrong, {0, *differing}, "parameters", name, [*unequal])
+        elif alike and len(differing) in (1, comm.size - 1):
+            wrong = differing if len(differing) == 1 else {0}
+        self._name(wrong, {0, *differing}, "parameters", next(iter(unequal)), [*unequal])
 
     def _name(self, wrong: set[int], suspects: set[int], what: str, tensor: str, unequal: Sequence[str] = ()) -> int:
         """Report a wrong rank and return it. Collective: yes. Errors: DriftError: there is not exactly one."""

@@ -19,7 +19,7 @@ from hvdtrain.engine.divisible import updates_by_element
 from hvdtrain.exchange.rows import count_rows
 from hvdtrain.files import write_text
 from hvdtrain.runtime.host import HostFacts
-from hvdtrain.runtime.threads import read_use
+from hvdtrain.runtime.threads import read_busy_ns
 from hvdtrain.spans import Listener, Spans
 from hvdtrain.state.divided import local
 from hvdtrain.training.records.listeners import timing_event
@@ -198,7 +198,7 @@ class GradientTimes(Listener):
         try:
             for thread in self.comm.started_threads:
                 with suppress(FileNotFoundError):  # a thread that has ended
-                    busy_ns += read_use(thread).busy_ns
+                    busy_ns += read_busy_ns(thread)
         except (OSError, ValueError):  # a kernel without these figures
             return None
         return busy_ns
