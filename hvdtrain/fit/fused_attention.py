@@ -35,11 +35,7 @@ class FusedAttention(TorchFunctionMode):
         return self.__torch_function__(scaled_dot_product_attention, (), args, kwargs)
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch."""
         named = dict(kwargs or {})

@@ -13,10 +13,7 @@ class ImaginedDdp(ImaginedComm):
     """Ranks to which an uncompressed exchange sends as the hooks of `DdpSums` send.
 
     DDP itself does not run: its exchange is not in Python. Its buckets hold the gradients, as ours do.
-
-    Args:
-        size: number of ranks.
-        compression: name of one of those of the engine.
+    `compression` is the name of one of the engine's.
     """
 
     def __init__(self, size: int, compression: str) -> None:

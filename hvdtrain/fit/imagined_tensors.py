@@ -38,25 +38,24 @@ class ImaginedTensors(LiveBytes):  # type: ignore[no-untyped-call]
         self.traffic, self.waits_for_torch = Traffic() if traffic is None else traffic, waits_for_torch
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def imagine(self, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def imagine(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Replace parameters and floating-point buffers of a model, and those of its optimizer, by fake ones."""
-        fakes: dict[Tensor, nn.Parameter] = {}
-        for parameter in model.parameters():
-            fakes[parameter] = nn.Parameter(self._like(parameter), parameter.requires_grad)
+        fakes: dict[Tensor, nn.Parameter] = {
+            parameter: nn.Parameter(self._like(parameter), parameter.requires_grad) for parameter in model.parameters()
+        }
         for module in model.modules():
             for name, own in module._parameters.items():
                 module._parameters[name] = own if own is None else fakes[own]
             for buffer_name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
                     module._buffers[buffer_name] = self._like(buffer)
-        if optimizer is not None:
-            state, optimizer.state = optimizer.state, defaultdict(dict)
-            for group in optimizer.param_groups:
-                group["params"] = [fakes.get(parameter, parameter) for parameter in group["params"]]
-            for owner, slots in state.items():
-                optimizer.state[fakes[owner]] = {
-                    name: self._like(slot) if isinstance(slot, Tensor) else slot for name, slot in slots.items()
-                }
+        state, optimizer.state = optimizer.state, defaultdict(dict)
+        for group in optimizer.param_groups:
+            group["params"] = [fakes.get(parameter, parameter) for parameter in group["params"]]
+        for owner, slots in state.items():
+            optimizer.state[fakes[owner]] = {
+                name: self._like(slot) if isinstance(slot, Tensor) else slot for name, slot in slots.items()
+            }
 
     def _like(self, tensor: Tensor) -> Tensor:
         with self._fake:

@@ -19,18 +19,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages of tensors that exist, each once, while it is active.
 
     torch's own `MemTracker` is not used: its hooks on modules and optimizers do not see what engines replace.
-
-    Attributes:
-        now: bytes of all live tensors.
-        peak: the largest sum so far.
-        assumed: for numbers without a value; see `ImaginedTensors`.
     """
 
-    assumed: float | None = None
+    assumed: float | None = None  # for numbers without a value; see `ImaginedTensors`
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
+        self.now = 0  # bytes of all live tensors
+        self.peak = 0  # the largest sum so far
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
 

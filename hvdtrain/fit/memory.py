@@ -120,11 +120,11 @@ def _make_task(run: RunConfig, build: Callable[[], Any]) -> Task:
         with parameters_without_memory(draw=False):
             task = make_task(build, run.config)
         refuse_other_placeholders(task.model)
+        return task
     except HvdtrainError:
         raise
     except Exception:
-        task = make_task(build, run.config)
-    return task
+        return make_task(build, run.config)
 
 
 @contextmanager

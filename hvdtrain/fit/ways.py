@@ -25,24 +25,16 @@ _FSDP = "fsdp"
 
 @dataclass(frozen=True)
 class Line:
-    """A way to divide the state, and what was predicted of it.
-
-    Attributes:
-        memory: None if it is refused.
-        refused: why; else empty.
-        micro_batch: samples, if the largest that fits was looked for.
-        mesh: such as tp2xep4 or tp2xfsdp; empty for a value of `--parallel.shard`.
-        proposed: whether it is the best one that fits.
-    """
+    """A way to divide the state, and what was predicted of it."""
 
     ranks: int
     shard: str
     checkpointing: str
-    memory: Memory | None
-    refused: str = ""
-    micro_batch: int | None = None
-    mesh: str = ""
-    proposed: bool = False
+    memory: Memory | None  # None if it is refused
+    refused: str = ""  # why; else empty
+    micro_batch: int | None = None  # samples, if the largest that fits was looked for
+    mesh: str = ""  # such as tp2xep4 or tp2xfsdp; empty for a value of `--parallel.shard`
+    proposed: bool = False  # whether it is the best one that fits
 
 
 @dataclass(frozen=True)
@@ -135,8 +127,5 @@ def _cost(line: Line) -> tuple[float, int, int]:
 def _options(line: Line) -> str:
     """Return the options of a line."""
     modes = [f"--memory.checkpointing {line.checkpointing}"] if line.checkpointing != "none" else []
-    if line.mesh:
-        found = _mesh_options(line.mesh)
-    else:
-        found = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
-    return " ".join([*found, *modes])
+    shard = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
+    return " ".join([*(_mesh_options(line.mesh) if line.mesh else shard), *modes])

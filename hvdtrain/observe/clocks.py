@@ -50,14 +50,6 @@ class ClockFit:
         self._lower: _Bounds = deque()
         self._upper: _Bounds = deque()
 
-    def at_least(self, time_us: float, offset_us: float) -> None:
-        """Add a lower bound of the offset at `time_us` of the other clock."""
-        self._add(self._lower, self._upper, time_us, offset_us, 1.0)
-
-    def at_most(self, time_us: float, offset_us: float) -> None:
-        """Add an upper bound of the offset at `time_us` of the other clock."""
-        self._add(self._upper, self._lower, time_us, offset_us, -1.0)
-
     def at(self, time_us: float) -> Offset | None:
         """Return the offset at a time of the other clock; None until both sides have a bound."""
         while self._lower and self._upper:
@@ -69,7 +61,9 @@ class ClockFit:
             oldest.popleft()
         return None
 
-    def _add(self, side: _Bounds, other: _Bounds, time_us: float, offset_us: float, sign: float) -> None:
+    def add(self, sign: float, time_us: float, offset_us: float) -> None:
+        """Add a bound of the offset at `time_us` of the other clock: a lower (`sign` 1) or an upper one (-1)."""
+        side, other = (self._lower, self._upper) if sign > 0 else (self._upper, self._lower)
         while other and sign * (offset_us - other[-1][1]) > MAX_DRIFT * abs(time_us - other[-1][0]) + _ROUNDING_US:
             other.pop()  # no drift explains both: the clock was set, drop earlier bounds
         while side and side[-1][0] <= time_us:
@@ -199,12 +193,10 @@ class Clocks:
             most = received_us[ours].min(axis=0) - sent
             least = sent_us[ours].max(axis=0) - received
             with self._lock:
-                if np.isfinite(most).any():
-                    best = int(np.nanargmin(most))
-                    fit.at_most(float(sent[best]), float(most[best]))
-                if np.isfinite(least).any():
-                    best = int(np.nanargmax(least))
-                    fit.at_least(float(received[best]), float(least[best]))
+                for sign, times, bounds in ((-1.0, sent, most), (1.0, received, least)):
+                    if np.isfinite(bounds).any():
+                        best = int(np.nanargmax(sign * bounds))
+                        fit.add(sign, float(times[best]), float(bounds[best]))
 
     def offset(self, rank: int, time_us: float) -> Offset:
         """Return the offset that converts `time_us` of a rank's clock to rank 0's. Infinite error if unknown."""

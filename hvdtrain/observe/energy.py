@@ -108,9 +108,8 @@ class EnergyMeter:
         self._reading = threading.Lock()
         self._ended = threading.Event()
         self.read()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, args=(every_s,), name="energy", daemon=True)
         if counters:
-            self._thread = threading.Thread(target=self._run, args=(every_s,), name="energy", daemon=True)
             self._thread.start()
 
     def used_mj(self) -> dict[str, int]:
@@ -135,7 +134,7 @@ class EnergyMeter:
     def close(self) -> None:
         """Stop reading."""
         self._ended.set()
-        if self._thread is not None:
+        if self._counters:
             self._thread.join(1.0)
 
     def _run(self, every_s: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,8 @@ def _grouped_mm(a: Tensor, b: Tensor, *others: Any, **options: Any) -> int:
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def _attention_on_cpu(q: Tensor, k: Tensor, v: Tensor, *others: Any, **options: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
-
-
-_OWN = {"_grouped_mm": _grouped_mm, "_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu}
+_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+_OWN = {"_grouped_mm": _grouped_mm, "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION}
 
 FORMULAS = dict(flop_registry)
 FORMULAS |= {getattr(torch.ops.aten, name): own for name, own in _OWN.items() if hasattr(torch.ops.aten, name)}
@@ -76,16 +73,13 @@ class FlopCount(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Results stay bit-identical. torch's own FlopCounterMode decomposes operations, adds hooks to modules, and prevents
     compiled parts from running compiled.
-
-    Attributes:
-        flops: count so far; None after the formula of an operation failed.
     """
 
     supports_higher_order_operators = True  # without it, such as flex_attention raise
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops: int | None = 0
+        self.flops: int | None = 0  # count so far; None after the formula of an operation failed
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

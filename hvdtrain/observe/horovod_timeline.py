@@ -50,11 +50,7 @@ class HorovodTimeline:
             on_rank_0(self.comm, partial(self._start, step), name="timeline/open")
         elif self._state != "over" and self.window.is_over(step):
             self._state = "over"
-            on_rank_0(self.comm, self._stop, name="timeline/close")
-
-    def close(self) -> None:
-        """Close the window if it is open."""
-        self._stop()
+            on_rank_0(self.comm, self.close, name="timeline/close")
 
     def _start(self, step: int) -> None:
         if self.recording is None:
@@ -73,7 +69,8 @@ class HorovodTimeline:
         except (OSError, HvdtrainError) as error:
             self.warn(f"Horovod's Timeline is not recorded: {error}; training continues")
 
-    def _stop(self) -> None:
+    def close(self) -> None:
+        """Close the window if it is open."""
         if self.recording is None or self._path is None:
             return
         path, self._path = self._path, None

@@ -57,13 +57,11 @@ def pci_address(gpu: GpuIdentity) -> str:
     if gpu.pci_bus_id != _NO_ADDRESS:
         return gpu.pci_bus_id
     nvml, handle = open_nvml(gpu)
-    if handle is None:
-        return ""
-    try:
-        found = nvml.nvmlDeviceGetPciInfo(handle)
-    except nvml.NVMLError:
-        return ""
-    return _address(found.domain, found.bus, found.device)
+    if handle is not None:
+        with suppress(nvml.NVMLError):
+            found = nvml.nvmlDeviceGetPciInfo(handle)
+            return _address(found.domain, found.bus, found.device)
+    return ""
 
 
 @dataclass
@@ -78,9 +76,6 @@ class Monitor:
 
         Any thread may call it, but only one at a time.
         """
-        return {**self._host(), **self.device(), **self._allocator()}
-
-    def _host(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
         figures = {
             "host_memory_used_bytes": memory.total - memory.available,
@@ -91,7 +86,7 @@ class Monitor:
         if self._sampled:
             figures["host_cpu_percent"] = cpu_percent
         self._sampled = True
-        return figures
+        return {**figures, **self.device(), **self._allocator()}
 
     def device(self) -> dict[str, Any]:
         """Return the figures of the device only."""

@@ -26,9 +26,7 @@ _UNITS = {"": "1", "ratio": "1", "seconds": "s", "bytes": "By", "joules": "J", "
 class Otlp:
     """Sends the metrics every ten seconds, and at the end, in a thread of the library, which logs what fails.
 
-    Args:
-        url: of the collector; without a path, ``/v1/metrics`` is added.
-        run: the attribute ``run`` of all metrics.
+    `url` is that of the collector; without a path, ``/v1/metrics`` is added. `run` is an attribute of all metrics.
     """
 
     def __init__(self, url: str, run: str, every_s: float = EVERY_S) -> None:

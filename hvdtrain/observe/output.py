@@ -99,13 +99,11 @@ def to_stderr(text: str) -> None:
 class FailureOutput:
     """Where the card of a raised error is shown.
 
-    Attributes:
-        show: shows the card. The command line prints it last; the Python API does not, because Python prints the error.
-        reported: whether this rank or another one has reported the raised error. Then the caller prints nothing.
+    The command line prints it last; the Python API does not, because Python prints the error.
     """
 
-    show: Callable[[str], None] = lambda text: None
-    reported: bool = False
+    show: Callable[[str], None] = lambda text: None  # shows the card
+    reported: bool = False  # whether this rank or another one has reported the error: then the caller prints nothing
 
 
 _WINDOW = 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,6 @@ import msgspec
 import orjson
 
 from hvdtrain.files import GrowingFile, open_regular
-from hvdtrain.observe.sampling import is_chosen
 
 FIRST_TIMES = 32
 
@@ -93,9 +93,8 @@ def damaged_lines(path: Path) -> list[int]:
             is_event = isinstance(record, dict) and "event" in record
             if cut and not is_event:
                 damaged.append(cut)
-            is_known = _is_known(record)
             cut = number if record is None and line.startswith(b"{") else 0
-            if not is_known and not cut:
+            if not cut and not _is_known(record):
                 damaged.append(number)
     return damaged
 
@@ -187,6 +186,15 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
+def is_chosen(number: int, every: int) -> bool:
+    """Return whether a number from 0 on is in a sample: one of each `every` consecutive ones, at a hashed place.
+
+    No period of the sequence can avoid such a sample. It is equal on all ranks.
+    """
+    stretch, place = divmod(number, every)
+    return zlib.crc32(stretch.to_bytes(8, "little")) % every == place
+
+
 def sampled_steps(
     path: Path, start: JournalStart, most: int, known: Mapping[int, dict[str, Any]] | None = None
 ) -> dict[int, dict[str, Any]]:
@@ -262,17 +270,16 @@ class PastSteps:
         return self
 
     def _add(self, record: Mapping[str, Any], offset: int) -> None:
-        step = record["step"]
-        del self.seconds[step:]
-        self.seconds.extend([self.seconds[-1]] * (step - len(self.seconds)))  # the run began from another run's state
-        self.seconds.append(self.seconds[-1] + record["step_s"])
-        loss = record.get("loss")
-        del self.losses[step:]
-        self.losses.extend([math.nan] * (step - len(self.losses)))
-        self.losses.append(math.nan if loss is None else loss)
-        for column, value in ((self.positions, record["position"]), (self._offsets, offset)):
+        step, loss = record["step"], record.get("loss")
+        columns: tuple[array[Any], ...] = (self.seconds, self.positions, self._offsets, self.losses)
+        for column in columns:
             del column[step:]
-            column.extend([column[-1]] * (step - len(column)))
+        # Steps are missing if the run began from another run's state.
+        missing = (self.seconds[-1], self.positions[-1], self._offsets[-1], math.nan)
+        seconds = self.seconds[-1] + record["step_s"]
+        values = (seconds, record["position"], offset, math.nan if loss is None else loss)
+        for column, unknown, value in zip(columns, missing, values, strict=True):
+            column.extend([unknown] * (step - len(column)))
             column.append(value)
         while self.evaluations and (last := next(reversed(self.evaluations))) >= step:
             del self.evaluations[last]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,8 @@ class TraceFile:
 
 def free_path(path: Path) -> Path:
     """Return `path` if it does not exist, else the first free one of ``NAME-1.json``, ``NAME-2.json``, ..."""
-    found, number = path, 0
-    while found.exists():
-        number += 1
-        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
-    return found
+    others = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+    return next(each for each in chain([path], others) if not each.exists())
 
 
 def _lines(events: Sequence[Mapping[str, Any]]) -> bytes:

@@ -23,8 +23,7 @@ from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.clocks import Clocks
 from hvdtrain.observe.host_load import CAUSES, throttle_text
 from hvdtrain.observe.journal import LineFile
-from hvdtrain.observe.past_journal import journal_lines
-from hvdtrain.observe.sampling import is_chosen
+from hvdtrain.observe.past_journal import is_chosen, journal_lines
 from hvdtrain.observe.step_format import BlockLine, ClockLine, Offset, StartLine
 from hvdtrain.spans import APART, DEVICE, JOURNAL_KEYS, NESTED, PARTS, RawEvent
 

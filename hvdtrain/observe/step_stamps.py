@@ -57,11 +57,8 @@ class StepStamps:
         if number == 0:
             self._read_facts()
         # One step late, because device spans of the block's last step may not be known earlier.
-        elif number == 1 and block and self._is_gathered(block - 1):
+        elif number == 1 and block and is_gathered(block - 1, self.comm.size, self.stop - self.started_at):
             self._gather(step - 1 - BLOCK, BLOCK, self._facts)
-
-    def _is_gathered(self, block: int) -> bool:
-        return is_gathered(block, self.comm.size, self.stop - self.started_at)
 
     def finish(self) -> None:
         """Gather the remaining steps, after all ranks did the same steps. Collective: yes."""

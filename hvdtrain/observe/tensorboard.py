@@ -78,7 +78,7 @@ class TensorBoard:
             step, time_s = record.get("at_step", self._step), _time(record)
             metrics = {f"heldout/{name}": value for name, value in (record.get("metrics") or {}).items()}
             values = numbers({**metrics, "loss/heldout": record["loss"]})
-            self._opened()["."].add([page.scalars(values)], step, time_s)
+            self._opened()["."].add(page.scalars(values), step, time_s)
             self._add_loss("heldout", values.get("loss/heldout"), step, time_s)
         elif event == "ranks":
             self._add(page.scalars(rank_scalars(record)), record)
@@ -147,8 +147,8 @@ class TensorBoard:
                 files[run] = on_error.enter_context(closing(EventFile(self._directory / run, start + again)))
             on_error.pop_all()
         self._files = files
-        first = [page.text("config", page.config_table(self._started))]
-        self._files["."].add(first, step + again, _time(self._started))
+        table = page.text("config", page.config_table(self._started))
+        self._files["."].add(table, step + again, _time(self._started))
         early, self._early = self._early, []
         for record in early:
             self._add_text(record)
@@ -172,17 +172,17 @@ class TensorBoard:
         per_sample, peak = self._flops.get("per_sample"), self._flops.get("peak_per_s")
         values = {**self._interval.scalars(per_sample, peak), **self._machine}
         self._machine = {}
-        files["."].add([page.scalars(values)], last["step"], time_s)
+        files["."].add(page.scalars(values), last["step"], time_s)
         self._add_loss(".", values.get("loss/train"), last["step"], time_s)
         for band, (low, high) in stacked(values).items():
             edges = {page.STACK_FROM: low, page.STACK_TO: high}
-            files[f"step/{band}"].add([page.scalars(edges)], last["step"], time_s)
+            files[f"step/{band}"].add(page.scalars(edges), last["step"], time_s)
         if not self._has_page:
             self._has_page = True
             known = {"flops": bool(per_sample), "peak": bool(per_sample and peak)}
             several = self._started.get("size", 1) > 1
             shown = page.layout(self._started.get("unit", "tokens"), gpu=self._gpu, several=several, **known)
-            files["."].add([shown], last["step"], time_s)
+            files["."].add(shown, last["step"], time_s)
 
     def _add_loss(self, run: str, loss: float | None, step: int, time_s: float) -> None:
         """Write a loss by steps, by samples, and by seconds (at most one point a second)."""
@@ -193,10 +193,10 @@ class TensorBoard:
             self._last_x[run] = x
             points.append(("/by_seconds", page.LOSS_BY_SECONDS, x))
         for suffix, tag, place in points:
-            self._files[run + suffix].add([page.scalars({tag: loss})], place, time_s)
+            self._files[run + suffix].add(page.scalars({tag: loss}), place, time_s)
 
     def _add(self, summary: Any, record: Mapping[str, Any]) -> None:
-        self._opened()["."].add([summary], record.get("at_step", self._step), _time(record))
+        self._opened()["."].add(summary, record.get("at_step", self._step), _time(record))
 
     def _add_text(self, record: Mapping[str, Any]) -> None:
         if not self._files:  # later records say whether the run is resumed
@@ -204,7 +204,7 @@ class TensorBoard:
             return
         facts = {name: value for name, value in record.items() if name not in ("event", "time", "at_step")}
         summary = page.text(f"events/{record['event']}", "; ".join(f"{name}: {value}" for name, value in facts.items()))
-        self._files["."].add([summary], record.get("at_step", self._step), _time(record))
+        self._files["."].add(summary, record.get("at_step", self._step), _time(record))
 
 
 def _time(record: Mapping[str, Any]) -> float:

@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,9 @@ class EventFile:
         # A START event drops later steps of every tag in this folder, also of tags that do not follow.
         self._write(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
-    def add(self, summaries: Iterable[Summary], step: int, time_s: float) -> None:
-        """Append summaries of `step`; `time_s` is since 1970. Errors: OSError."""
-        for summary in summaries:
-            self._write(self._event(wall_time=time_s, step=step, summary=summary))
+    def add(self, summary: Summary, step: int, time_s: float) -> None:
+        """Append a summary of `step`; `time_s` is since 1970. Errors: OSError."""
+        self._write(self._event(wall_time=time_s, step=step, summary=summary))
 
     def close(self) -> None:
         """Close the file."""

@@ -179,7 +179,9 @@ class Watchdog:
         if not early_s or idle_s < early_s or now < self._next_check:
             return
         self._next_check = now + self._heartbeat_s  # heartbeats of other ranks are not newer
-        if self._patience.is_over(idle_s, self._other_heartbeats(), now, self._times()):
+        beats = mailbox.heartbeats()
+        beats.pop(self._reporter.statements.process.rank, None)
+        if self._patience.is_over(idle_s, beats, now, self._times()):
             self._reporter.report_stall()
             self._end(EXIT_STALLED)
 
@@ -221,10 +223,6 @@ class Watchdog:
             first = all(rank > mailbox.process.rank for rank in states.keys() - self._suspects)
             return dead and first and not self._reporter.job.is_ending()
         return dead
-
-    def _other_heartbeats(self) -> dict[int, dict[str, Any]]:
-        own = self._reporter.statements.process.rank
-        return {rank: beat for rank, beat in self._reporter.mailbox.heartbeats().items() if rank != own}
 
     def _answer(self, now: float) -> None:
         """Write this rank's statement once, after another rank has. End this rank some seconds after the card."""

@@ -53,8 +53,7 @@ def collect_lines(paths: Sequence[Path]) -> list[str]:
 
     A file that occurs twice is read once.
 
-    Errors:
-        TraceError: a file cannot be read.
+    Errors: TraceError: a file cannot be read.
     """
     stalls, nccl = _Stalls(), NcclLines()
     for path in dict.fromkeys(path.resolve() for path in paths):

@@ -18,7 +18,7 @@ from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.timeline import trace_events
 from hvdtrain.timeline.columns import HorovodTrace, RankSpans, StepTable
 from hvdtrain.timeline.read import read_files, read_readable
-from hvdtrain.timeline.steps import on_one_clock, read_span_files, read_starts
+from hvdtrain.timeline.steps import on_one_clock, read_span_files, read_starts, wall_clock_us
 from hvdtrain.timeline.trace_events import Event, write_trace
 
 _HOROVOD_PIDS = 1 << 20
@@ -48,25 +48,17 @@ class Merged:
         """Bound of the difference of the ranks' clocks; infinite if they were never compared."""
         return max((spans.clock_error_us for spans in self.spans), default=0.0)
 
-    def epoch_of(self, rank: int) -> float:
-        """Return a rank's wall clock minus the common clock, which is rank 0's; rank 0's or 0 if unknown [us]."""
-        found = {spans.rank: spans.epoch_us for spans in self.spans}
-        return found.get(rank, found.get(0, 0.0))
-
     def shift_of(self, trace: HorovodTrace) -> float:
         """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""
-        return (trace.epoch_us or 0.0) - self.epoch_of(0)
+        return (trace.epoch_us or 0.0) - (wall_clock_us(self.spans) or 0.0)
 
 
 def merge(sources: Sequence[Path], out: Path) -> Merged:
-    """Write one merged trace.
+    """Write one merged trace of a run's folder, or of Horovod Timelines of any program.
 
-    Args:
-        sources: a run's folder, or Horovod Timelines of any program.
-        out: the file to write; gzip if its name ends in .gz.
+    The file `out` is gzip if its name ends in .gz.
 
-    Errors:
-        TraceError: there is nothing to merge, a file has another format, or `out` cannot be written.
+    Errors: TraceError: there is nothing to merge, a file has another format, or `out` cannot be written.
     """
     found = _find(sources)
     found.notes.extend(_clock_notes(found))

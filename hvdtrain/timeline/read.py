@@ -30,8 +30,7 @@ _FIRST_EVENT = b'{"ph": "'
 def read_files(paths: Sequence[Path]) -> list[HorovodTrace]:
     """Read the Timelines that the user names.
 
-    Errors:
-        TraceError: a file cannot be opened or is no Timeline of Horovod, or none has an event.
+    Errors: TraceError: a file cannot be opened or is no Timeline of Horovod, or none has an event.
     """
     traces = [read_horovod(path) for path in paths]
     if not any(len(trace.phase) or len(trace.tick_us) for trace in traces):
@@ -56,11 +55,9 @@ def read_readable(paths: Iterable[Path], notes: list[str]) -> Iterator[HorovodTr
 def read_horovod(path: Path, chunk_bytes: int = CHUNK_BYTES) -> HorovodTrace:
     """Read a Timeline that Horovod wrote in any program.
 
-    Returns:
-        All that is readable; `dropped` lists the rest. An empty file is an empty Timeline.
+    Returns: All that is readable; `dropped` lists the rest. An empty file is an empty Timeline.
 
-    Errors:
-        TraceError: it cannot be opened, or is no Timeline of Horovod.
+    Errors: TraceError: it cannot be opened, or is no Timeline of Horovod.
     """
     builder = TraceBuilder()
     beginning = b""

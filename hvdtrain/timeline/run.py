@@ -58,8 +58,7 @@ def load(
         most_bytes: limit for each of a run's spans, Timelines and output; larger ones are ignored, with a note.
         files: those of the run's folder, kept from an earlier call, so that only what is new is read.
 
-    Errors:
-        TraceError: it is neither a run nor a Timeline.
+    Errors: TraceError: it is neither a run nor a Timeline.
     """
     folder = run_folder(path)
     if folder.is_dir():

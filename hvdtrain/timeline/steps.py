@@ -42,8 +42,7 @@ class Start:
 def read_starts(path: Path) -> list[Start]:
     """Read all starts of a run. Damaged lines, and starts of another version, are skipped and listed in `dropped`.
 
-    Args:
-        path: of the file, of its folder, or of the run. Without a file the list is empty.
+    `path` is that of the file, of its folder, or of the run. Without a file the list is empty.
     """
     return StampReader(path).read(whole=False)
 

@@ -125,8 +125,7 @@ def write_trace(path: Path, events: Iterator[Event], facts: Mapping[str, Any]) -
 
     It is gzip if its name ends in .gz. Returns the number of events.
 
-    Errors:
-        OSError: it cannot be written; `path` is unchanged.
+    Errors: OSError: it cannot be written; `path` is unchanged.
     """
     count = 0
     with replacing(path) as temporary, ExitStack() as stack:

@@ -123,11 +123,9 @@ class _Holes:
 
     def without(self, positions: Ints) -> Ints:
         """Return the positions, counted without the holes before them."""
-        counted: Ints = positions - self.before[self.index_after(positions)]
-        return counted
+        return np.asarray(positions - self.before[self.index_after(positions)])
 
     def with_them(self, counted: Ints) -> Ints:
         """Return the positions from such counts: the inverse of `without`."""
         starts = (self.begins - self.before)[:-1]
-        positions: Ints = counted + self.before[np.searchsorted(starts, counted, side="right")]
-        return positions
+        return np.asarray(counted + self.before[np.searchsorted(starts, counted, side="right")])

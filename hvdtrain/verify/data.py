@@ -137,13 +137,8 @@ def _unexplained_gaps(report: DataReport) -> list[Wrong]:
     """Find positions that were skipped without a roll back in the journal."""
     if report.journal is None:
         return []
-    roll_backs = [
-        event["positions"]
-        for start in report.journal
-        for event in start.events_named("rolled_back")
-        if "positions" in event
-    ]
-    explained = {position for begin, end in roll_backs for position in range(begin, end)}
+    roll_backs = [event for start in report.journal for event in start.events_named("rolled_back")]
+    explained = {p for event in roll_backs if "positions" in event for p in range(*event["positions"])}
     unexplained = np.array([p for b, e in report.left_out for p in range(b, e) if p not in explained], np.int64)
     if not len(unexplained):
         return []
@@ -200,9 +195,8 @@ def _proven(report: DataReport) -> str:
 def _epochs(report: DataReport) -> str:
     whole, others = report.epochs.whole, report.epochs.others
     parts = [f"{whole:,} whole, each sample exactly once"] if whole else []
-    parts += [f"{report.epochs.iterable:,} samples of an iterable data set, each position once"] * bool(
-        report.epochs.iterable
-    )
+    if report.epochs.iterable:
+        parts.append(f"{report.epochs.iterable:,} samples of an iterable data set, each position once")
     parts += _last([_epoch(epoch) for epoch in others])
     return "; ".join(parts) or "none"
 
@@ -225,37 +219,33 @@ def _starts(report: DataReport) -> str:
     if report.journal is None:
         return f"{text}; without a journal, interruptions are unknown"
     # A start without an end was killed, or its ranks changed.
-    open_starts = [
-        not any(event["event"] in ENDINGS for event in start.events) for start in report.journal if start.started
-    ]
-    text += f"; {sum(open_starts[:-1])} interrupted"
-    return text + ("; the last has not ended: it is running, or was killed" if open_starts[-1:] == [True] else "")
+    starts = [start for start in report.journal if start.started]
+    ended = [any(event["event"] in ENDINGS for event in start.events) for start in starts]
+    text += f"; {ended[:-1].count(False)} interrupted"
+    return text + ("; the last has not ended: it is running, or was killed" if ended[-1:] == [False] else "")
 
 
-def _open_end(report: DataReport) -> list[tuple[str, str]]:
-    rows = []
+def _open_end(report: DataReport) -> Iterator[tuple[str, str]]:
     if report.last > report.durable:
         first = max(report.durable, report.first) + 1
         newest = f"step {report.durable:,}" if report.durable else "none"
-        rows.append(("open", f"steps {first:,} to {report.last:,} are not in a checkpoint yet (newest: {newest})"))
+        yield "open", f"steps {first:,} to {report.last:,} are not in a checkpoint yet (newest: {newest})"
     tip = report.windows[-1].start.tip
     if not report.wrong and tip > report.last:
-        rows.append(("open", f"not all ranks have recorded steps {report.last + 1:,} to {tip:,} yet"))
-    return rows
+        yield "open", f"not all ranks have recorded steps {report.last + 1:,} to {tip:,} yet"
 
 
-def _table(report: DataReport) -> list[str]:
+def _table(report: DataReport) -> Iterator[str]:
     counts = {window.start.header.start: window for window in report.windows}
-    lines = [f"{'start':>6} {'why':<12}{'ranks':>6}{'after step':>12}{'recorded to':>12}{'counts to':>12}  host"]
+    yield f"{'start':>6} {'why':<12}{'ranks':>6}{'after step':>12}{'recorded to':>12}{'counts to':>12}  host"
     if (earlier := len(report.starts) - _MOST) > 0:
-        lines.append(f"   ... {earlier:,} earlier start(s) were checked, too")
+        yield f"   ... {earlier:,} earlier start(s) were checked, too"
     for start in report.starts[-_MOST:]:
         header = start.header
         window = counts.get(header.start)
         until = f"{window.last:,}" if window is not None else "-"
         hosts = sorted({entries.header.host for entries in start.entries.values()})
-        lines.append(
+        yield (
             f"{header.start:>6} {header.why:<12}{header.size:>6}{header.from_step:>12,}{start.tip:>12,}{until:>12}"
             f"  {', '.join(hosts[:3])}"
         )
-    return lines

@@ -195,8 +195,7 @@ class PlanCheck:
         lines += [f"WRONG: {each.parameter}: {each.wrong}" for each in self.wrong]
         worst = max(self.compared, key=lambda each: each.error)
         lines.append(f"largest difference: {worst.error:.1e} of the gradient's norm ({worst.parameter})")
-        silent = [each.parameter for each in self.compared if not each.norm]
-        if silent:
+        if silent := [each.parameter for each in self.compared if not each.norm]:
             few = listed(silent, rest=ETC)
             lines.append(f"{len(silent)} have no gradient in this step, which proves nothing: {few}")
         return "\n".join([*lines, "the gradients differ" if self.wrong else "the gradients are equal"])

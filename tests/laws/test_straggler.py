@@ -12,8 +12,7 @@ import pytest
 
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.rank_steps import warm_up
-from hvdtrain.timeline.analysis.stalls import stalls_of
+from hvdtrain.timeline.analysis.rank_steps import stalls_of, warm_up
 from hvdtrain.timeline.run import load
 from tests.support.gallery import Gallery
 from tests.support.launch import ROOT, train

@@ -136,7 +136,7 @@ def test_the_truth_is_always_inside(
         times[is_upper] = time_us
         truth = planted(offset_us, drift, time_us)
         delay_us += 2 * float(np.spacing(abs(truth) + delay_us))  # what is rounded is a bound of the truth still
-        (fit.at_most if is_upper else fit.at_least)(time_us, truth + (delay_us if is_upper else -delay_us))
+        fit.add(-1.0 if is_upper else 1.0, time_us, truth + (delay_us if is_upper else -delay_us))
     at_us = max(times) + ahead_us
     found = fit.at(at_us)
     both = len({is_upper for is_upper, _, _ in bounds}) == 2
@@ -148,8 +148,8 @@ def test_the_truth_is_always_inside(
 
 def test_an_old_bound_holds_less_the_longer_it_is_ago() -> None:
     fit = ClockFit()
-    fit.at_least(HOUR_US, -10.0)
-    fit.at_most(HOUR_US, 10.0)
+    fit.add(1.0, HOUR_US, -10.0)
+    fit.add(-1.0, HOUR_US, 10.0)
     (now, later) = (fit.at(HOUR_US), fit.at(HOUR_US + 1e6))
     assert now is not None and later is not None
     assert offset_at(0.0, np.array([[0.0, 1.0]]), np.array([[0.0, -1.0]])) is None, "bounds of no line"
@@ -161,8 +161,8 @@ def test_a_clock_that_is_set_right_is_found_again() -> None:
     fit = ClockFit()
     for number in range(50):
         truth = 0.0 if number < 25 else 10_000.0  # more than any drift
-        fit.at_least(HOUR_US + 1e6 * number, truth - 100)
-        fit.at_most(HOUR_US + 1e6 * number, truth + 100)
+        fit.add(1.0, HOUR_US + 1e6 * number, truth - 100)
+        fit.add(-1.0, HOUR_US + 1e6 * number, truth + 100)
     found = fit.at(HOUR_US + 5e7)
     assert found is not None and abs(found.us - 10_000) <= found.error_us < 500
 
@@ -170,8 +170,8 @@ def test_a_clock_that_is_set_right_is_found_again() -> None:
 def test_what_is_kept_is_bounded_and_is_what_bounds_best() -> None:
     fit, rng = ClockFit(), random.Random(1)
     for number in range(5000):
-        fit.at_most(HOUR_US + 1e4 * number, rng.expovariate(1 / 500))
-        fit.at_least(HOUR_US + 1e4 * number, -rng.expovariate(1 / 500))
+        fit.add(-1.0, HOUR_US + 1e4 * number, rng.expovariate(1 / 500))
+        fit.add(1.0, HOUR_US + 1e4 * number, -rng.expovariate(1 / 500))
         if number > 4000 and number % 50 == 0:
             found = fit.at(HOUR_US + 1e4 * number)
             assert found is not None and abs(found.us) <= found.error_us < 2

@@ -258,10 +258,10 @@ def test_the_page_of_charts_names_tags_that_are_written(tmp_path: Path, gpu: boo
 def test_a_record_that_finds_no_room_spoils_no_other(tmp_path: Path) -> None:
     file = EventFile(tmp_path, 0)
     (path,) = tmp_path.iterdir()
-    file.add([page.scalars({"loss": 1.0})], 1, 1e9)
+    file.add(page.scalars({"loss": 1.0}), 1, 1e9)
     for more_bytes in (0, 1, 11, 12, 20):
         with room_for(path, more_bytes), pytest.raises(OSError, match=r"No space left|too large"):
-            file.add([page.scalars({"loss": 2.0})], 2, 1e9)
-    file.add([page.scalars({"loss": 3.0})], 3, 1e9)
+            file.add(page.scalars({"loss": 2.0}), 2, 1e9)
+    file.add(page.scalars({"loss": 3.0}), 3, 1e9)
     file.close()
     assert series(tmp_path, "loss") == {1: 1.0, 3: 3.0}

@@ -56,9 +56,7 @@ def find_cause(
         hint = "something sent SIGSTOP: a debugger, Ctrl-Z in a shell, or a scheduler that suspends jobs"
         sentence = f"{labels(s.process for s in stopped)} {agree(stopped, 'is', 'are')} stopped"
         return Verdict(STALL, [s.process.rank for s in stopped], sentence, hint)
-    if errors:
-        return _ended(errors[0], silent)
-    return _stall(statements, silent)
+    return _ended(errors[0], silent) if errors else _stall(statements, silent)
 
 
 def _error(errors: Sequence[Statement], size: int) -> Verdict:

@@ -21,10 +21,9 @@ from hvdtrain.timeline.analysis.history import changes, over_time, start_up
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, only_steps
-from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, warm_up
+from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, stalls_of, warm_up
 from hvdtrain.timeline.analysis.rounds import counted_steps, rounds_of, weighed_budget
 from hvdtrain.timeline.analysis.shares import stragglers_of
-from hvdtrain.timeline.analysis.stalls import stalls_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
@@ -45,9 +44,8 @@ def analyse(run: RunTrace) -> Analysis:
     reason = "; ".join(filter(None, [facts.blame.reason, *map(wording.earlier_straggler, late[-1:])]))
     facts = replace(facts, budget=weighed_budget(starts, counts), blame=replace(facts.blame, reason=reason))
     findings, memory = find(facts, others), run.newest("memory")
-    overlap = (
-        ["the gains of findings overlap: they do not add up"] if sum(bool(f.cost_ms) for f in findings) > 1 else []
-    )
+    several = sum(bool(finding.cost_ms) for finding in findings) > 1
+    overlap = ["the gains of findings overlap: they do not add up"] if several else []
     mib = numbers(as_mapping(memory.get("mib")))
     name = run.path.name if run.path.name != ".." else ""
     return Analysis(

@@ -47,21 +47,18 @@ class Budget:
     Attributes:
         what: the ranks measured: "rank 0", "mean of 4 ranks", "rank 0's communication"; with step numbers if the run
             has other rounds.
-        step_ms: wall time of a step.
-        steps: number of steps measured. 0 if a Timeline has no recognisable steps: then times are totals.
         parts: data, forward, backward, waiting for late ranks, exposed communication (negotiation, queue, fusion
             copies, transfer, other), optimizer, evaluations and checkpoints, rest. Parts of 0 ms are omitted.
         exposed: names of the parts that are exposed communication: what ranks wait for it after the last one is ready.
             None if that is unknown, as in a Timeline alone.
-        absent: names of the parts that were measured, and are omitted.
     """
 
     what: str
-    step_ms: Estimate
-    steps: Count
+    step_ms: Estimate  # wall time of a step
+    steps: Count  # number of steps measured; 0 if a Timeline has no recognisable steps: then times are totals
     parts: Sequence[Part]
     exposed: Sequence[str] | None
-    absent: Sequence[str] = ()
+    absent: Sequence[str] = ()  # names of the parts that were measured, and are omitted
 
     @property
     def exposed_parts(self) -> list[Part]:
@@ -73,22 +70,15 @@ class Budget:
 class Communication:
     """The gradient exchange, hidden or exposed. None means unknown.
 
-    Attributes:
-        phases: negotiation, queue, fusion copies, transfer. Overlapping operations count once.
-        busy_ms: union of all phases, per step.
-        hidden_share: share of `busy_ms` that overlaps with computation, 0 to 1.
-        bytes_per_step: bytes that a rank passes to collectives.
-        bus_gb_per_s: bus bandwidth during transfers, as NCCL defines it: 2 (n - 1) / n of the bytes of an allreduce per
-            second, in units of 1e9 bytes.
-        link_gb_per_s: the same for a large allreduce without other load, measured by a probe.
+    Bus bandwidth is as NCCL defines it: 2 (n - 1) / n of the bytes of an allreduce per second, in units of 1e9 bytes.
     """
 
-    phases: Sequence[Part]
-    busy_ms: float | None
-    hidden_share: float | None
-    bytes_per_step: float | None
-    bus_gb_per_s: float | None
-    link_gb_per_s: float | None
+    phases: Sequence[Part]  # negotiation, queue, fusion copies, transfer. Overlapping operations count once
+    busy_ms: float | None  # union of all phases, per step
+    hidden_share: float | None  # share of `busy_ms` that overlaps with computation, 0 to 1
+    bytes_per_step: float | None  # bytes that a rank passes to collectives
+    bus_gb_per_s: float | None  # bus bandwidth during transfers
+    link_gb_per_s: float | None  # the same for a large allreduce without other load, measured by a probe
 
 
 @dataclass(frozen=True)
@@ -123,21 +113,16 @@ class Cause:
 class RankRow:
     """One rank in comparison with the others.
 
-    Attributes:
-        last_share: share of the steps in which the rank was the last to be ready, 0 to 1.
-        cost_ms: how much shorter a step would be if the rank were like the others.
-        parts_ms: mean per step, by part.
-        clock_error_ms: bound of the error of the rank's times, compared with rank 0's.
-        behind_ms: how much later the rank is ready than the median of the others, less its waits for activations and
-            parameters of others: median over steps.
+    It is ready `behind_ms` later than the median of the others, less its waits for activations and parameters of
+    others: median over steps.
     """
 
     rank: Count
     host: str
-    last_share: Share
-    cost_ms: Estimate
-    parts_ms: Mapping[str, float]
-    clock_error_ms: Bound
+    last_share: Share  # share of the steps in which the rank was the last to be ready, 0 to 1
+    cost_ms: Estimate  # how much shorter a step would be if the rank were like the others
+    parts_ms: Mapping[str, float]  # mean per step, by part
+    clock_error_ms: Bound  # bound of the error of the rank's times, compared with rank 0's
     behind_ms: float = 0.0
 
 
@@ -168,24 +153,17 @@ class StartUp:
 
 @dataclass(frozen=True)
 class Change:
-    """A stretch of steps that took longer on all ranks than usual. By the clock of rank 0, medians over steps.
-
-    Attributes:
-        begins, lasts: whether it has the first step after the start-up, and the last of the run.
-        usual_ms, step_ms, share: of a usual step, of one of these, and the share of the run's steps that are in it.
-        parts_ms: by how much longer parts of the step take, if they explain much of it.
-        coincided: sentences about what else was different then.
-    """
+    """A stretch of steps that took longer on all ranks than usual. By the clock of rank 0, medians over steps."""
 
     first_step: Count
     last_step: Count
-    begins: bool
-    lasts: bool
-    usual_ms: float
-    step_ms: float
-    share: Share
-    parts_ms: Mapping[str, float]
-    coincided: Sequence[str]
+    begins: bool  # whether it has the first step after the start-up
+    lasts: bool  # whether it has the last step of the run
+    usual_ms: float  # of a usual step
+    step_ms: float  # of one of these
+    share: Share  # of the run's steps, those that are in it
+    parts_ms: Mapping[str, float]  # by how much longer parts of the step take, if they explain much of it
+    coincided: Sequence[str]  # sentences about what else was different then
 
 
 @dataclass(frozen=True)
@@ -230,25 +208,20 @@ class Blame:
 
     Attributes:
         source: stamps: ours, of all ranks; ticks: Horovod's, of the steps in which it wrote them; none: no data.
-        steps: number of steps measured.
-        ranks: all ranks; `late` are stragglers with a statistically significant cost. Most costly first.
         causes: of each straggler, largest first.
-        reason: why there is no straggler.
-        spells: of stragglers that were none in some of the steps, in their order.
         together: number of consecutive ranks that wait for each other within passes, where nobody measures it: any of
             them may be the slow one.
-        first_step, last_step: of the start; 0 without stamps.
     """
 
     source: Literal["stamps", "ticks", "none"]
-    steps: Count
-    ranks: Sequence[RankRow]
-    late: Sequence[Count]
+    steps: Count  # number of steps measured
+    ranks: Sequence[RankRow]  # all ranks, most costly first
+    late: Sequence[Count]  # stragglers with a statistically significant cost, most costly first
     causes: Annotated[Mapping[int, Sequence[Cause]], Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]+$"}})]
-    reason: str = ""
-    spells: Sequence[Spell] = ()
+    reason: str = ""  # why there is no straggler
+    spells: Sequence[Spell] = ()  # of stragglers that were none in some of the steps, in their order
     together: Count = 1
-    first_step: Count = 0
+    first_step: Count = 0  # of the start; 0 without stamps
     last_step: Count = 0
 
     def group_of(self, rank: int) -> list[int]:
@@ -288,16 +261,11 @@ class Blame:
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem worth knowing.
+    """A problem worth knowing."""
 
-    Attributes:
-        kind: a fixed short name: straggler, exposed, input, gc, small_buckets, bandwidth, stall, ...
-        cost_ms: upper bound of the gain per step; None if unknown. Findings are ordered by it.
-    """
-
-    kind: str
+    kind: str  # a fixed short name: straggler, exposed, input, gc, small_buckets, bandwidth, stall, ...
     text: str
-    cost_ms: float | None
+    cost_ms: float | None  # upper bound of the gain per step; None if unknown. Findings are ordered by it
     advice: str
 
 
@@ -314,23 +282,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """The outer steps of workers that train apart. Figures are means over them.
+    """The outer steps of workers that train apart. Figures are means over them."""
 
-    Attributes:
-        sync: the option --parallel.sync.
-        count: number of outer steps.
-        sent_bytes, wait_ms: of rank 0 in each.
-        cosine: between the change of a worker and the mean change, the least of all workers.
-        drift: distance of a worker from the mean, over the norm of the mean change.
-    """
-
-    sync: str
+    sync: str  # the option --parallel.sync
     workers: Count
-    count: Count
-    sent_bytes: float
-    wait_ms: float
-    cosine: float
-    drift: float
+    count: Count  # number of outer steps
+    sent_bytes: float  # of rank 0 in each
+    wait_ms: float  # of rank 0 in each
+    cosine: float  # between the change of a worker and the mean change, the least of all workers
+    drift: float  # distance of a worker from the mean, over the norm of the mean change
 
 
 USEFUL = "training"
@@ -341,13 +301,11 @@ USEFUL = "training"
 class Goodput:
     """What the device-hours of a run were used for.
 
-    Attributes:
-        hours: device-hours by use (`goodput.USES`). They sum to the device-hours of the run's cost.
-        energy: share of the measured energy of training that steps which count have used, 0 to 1, with the evaluations
-            and pauses between them; None if it was not measured in every start.
+    `energy` is the share of the measured energy of training that steps which count have used, 0 to 1, with the
+    evaluations and pauses between them; None if it was not measured in every start.
     """
 
-    hours: Mapping[str, float]
+    hours: Mapping[str, float]  # by use (`goodput.USES`); they sum to the device-hours of the run's cost
     energy: float | None = None
 
     @property
@@ -378,40 +336,28 @@ class Scaling:
 class Analysis:
     """The analysis of a run.
 
-    Attributes:
-        size: number of ranks; 0 if unknown.
-        budget: None if no step was measured.
-        carriers, findings: most costly first.
-        warnings: lines of Horovod, NCCL and the run.
-        notes: data that is missing or was dropped, and the precision of the clocks.
-        cost, goodput, over_time: of all starts of the run.
-        efficiency: None if the FLOPs of the model or the peak of the devices are unknown.
-        scaling: None unless the run had starts on different numbers of ranks.
-        outer: None if ranks exchange in every step.
-        start_up: None if the first steps took no longer than others.
-        changes: stretches in which all ranks were slower, in their order.
-        others: of other starts and rounds with stragglers than that of `blame`, in order; the budget is of all.
+    Cost, goodput, the budget and `over_time` are of all starts of the run.
     """
 
     title: str
-    size: Count
-    budget: Budget | None
+    size: Count  # number of ranks; 0 if unknown
+    budget: Budget | None  # None if no step was measured
     communication: Communication | None
-    carriers: Annotated[Sequence[Carrier], Meta(max_length=10)]
+    carriers: Annotated[Sequence[Carrier], Meta(max_length=10)]  # most costly first
     blame: Blame
-    findings: Sequence[Finding]
-    warnings: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    findings: Sequence[Finding]  # most costly first
+    warnings: Sequence[str] = ()  # lines of Horovod, NCCL and the run
+    notes: Sequence[str] = ()  # data that is missing or was dropped, and the precision of the clocks
     memory: Memory | None = None
     cost: Cost | None = None
     goodput: Goodput | None = None
-    efficiency: Efficiency | None = None
-    scaling: Scaling | None = None
-    outer: OuterSteps | None = None
-    start_up: StartUp | None = None
-    changes: Sequence[Change] = ()
+    efficiency: Efficiency | None = None  # None if the FLOPs of the model or the peak of the devices are unknown
+    scaling: Scaling | None = None  # None unless the run had starts on different numbers of ranks
+    outer: OuterSteps | None = None  # None if ranks exchange in every step
+    start_up: StartUp | None = None  # None if the first steps took no longer than others
+    changes: Sequence[Change] = ()  # stretches in which all ranks were slower, in their order
     over_time: OverTime | None = None
-    others: Sequence[Blame] = ()
+    others: Sequence[Blame] = ()  # of other starts and rounds with stragglers than that of `blame`, in order
 
 
 def part_figure(part: str) -> str:

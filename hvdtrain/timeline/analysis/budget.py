@@ -14,8 +14,7 @@ import numpy as np
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.analysis import phases
 from hvdtrain.timeline.analysis.analysis import Budget, Estimate, Part
-from hvdtrain.timeline.analysis.rank_steps import follows, represented, waits_us, warm_up
-from hvdtrain.timeline.analysis.stalls import stalls_of
+from hvdtrain.timeline.analysis.rank_steps import follows, represented, stalls_of, waits_us, warm_up
 from hvdtrain.timeline.analysis.stats import mean_of, ratio_of
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
@@ -114,9 +113,8 @@ def step_budget(
     return budget_of(what, whole, wall.shape[1], ms, exposed)
 
 
-def step_parts(table: StepTable, sample: Sample | None = None) -> tuple[Floats, dict[str, Floats]]:
+def step_parts(table: StepTable, sample: Sample) -> tuple[Floats, dict[str, Floats]]:
     """Return the wall time of each step in the sample and its parts, ms [ranks, steps]. The parts sum to it."""
-    sample = sample or sample_of(table)
     keep = sample.columns
     wall = np.maximum(0.0, (table.end_us[:, keep] - sample.begin_us) / 1e3)
     of_all, within = (waits[:, keep] / 1e3 for waits in waits_us(table))

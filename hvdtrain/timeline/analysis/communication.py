@@ -23,9 +23,7 @@ _TURNS_A_STEP = 1.5
 
 def measure_communication(run: RunTrace) -> Communication | None:
     """Return the exchange as Horovod's Timelines or else rank 0's spans show it; None without either."""
-    if run.horovod and any(len(trace.start_us) for trace in run.horovod):
-        return _of_timelines(run)
-    return _of_spans(run)
+    return _of_timelines(run) if any(len(trace.start_us) for trace in run.horovod) else _of_spans(run)
 
 
 def bus_bytes(operation: str, nbytes: float, size: int) -> float:
@@ -174,7 +172,7 @@ def payload_bytes(facts: BucketFacts, run: RunTrace) -> int | None:
     """Return the bytes that a rank passes to collectives per exchange of a bucket; None if unknown."""
     asked = as_mapping(run.config.get("parallel")).get("compression")
     try:
-        compression = parse(str(asked)) if asked is not None else parse("none")
+        compression = parse("none" if asked is None else str(asked))
         payload = compression.payload(Bucket(facts.shapes, facts.dtype, facts.length), max(1, run.size))
     except (ConfigError, KeyError):  # "auto", say, or a dtype of another version
         return None
@@ -188,14 +186,14 @@ _MOST_MODULES = 3
 def top_carriers(run: RunTrace) -> list[Carrier]:
     """Return the ten most expensive, by exposed time and then duration; from our spans if there are any."""
     ours = run.spans_of_rank_0
-    found = _carriers_of_spans(ours, run) if ours is not None else []
+    found = list(_carriers_of_spans(ours, run)) if ours is not None else []
     if not found:
         found = [carrier for trace in run.horovod[-1:] for carrier in _carriers_of_timeline(trace)]
     return sorted(found, key=lambda c: (-(c.exposed_ms or 0.0), -c.ms))[:MOST]
 
 
-def _carriers_of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
-    waiting, found = waiting_of(spans), []
+def _carriers_of_spans(spans: RankSpans, run: RunTrace) -> Iterator[Carrier]:
+    waiting = waiting_of(spans)
     if run.steps is not None:  # until the last rank is ready, it waits for that rank
         waiting = phases.without(waiting, phases.union(run.steps.ready_us[0], run.steps.ready_us.max(axis=0)))
     for track in np.unique(spans.track[spans.track >= EXCHANGE]):
@@ -203,16 +201,13 @@ def _carriers_of_spans(spans: RankSpans, run: RunTrace) -> list[Carrier]:
         steps = max(1, len(np.unique(spans.step[mine])))
         under_way = phases.union(spans.start_us[mine], spans.end_us[mine])
         facts: BucketFacts | None = spans.buckets.get(int(track))
-        found.append(
-            Carrier(
-                facts.name if facts else f"bucket {track - EXCHANGE}",
-                modules_of(facts.parameters) if facts else [],
-                payload_bytes(facts, run) if facts else None,
-                phases.length(under_way) / 1e3 / steps,
-                phases.length(phases.common(under_way, waiting)) / 1e3 / steps,
-            )
+        yield Carrier(
+            facts.name if facts else f"bucket {track - EXCHANGE}",
+            modules_of(facts.parameters) if facts else [],
+            payload_bytes(facts, run) if facts else None,
+            phases.length(under_way) / 1e3 / steps,
+            phases.length(phases.common(under_way, waiting)) / 1e3 / steps,
         )
-    return found
 
 
 def _carriers_of_timeline(trace: HorovodTrace) -> Iterator[Carrier]:

@@ -243,9 +243,8 @@ def _when(steps: Sequence[int]) -> str:
         period = float(np.median(gaps))
         if np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
             return f"about every {period:.0f} steps"
-    return (
-        f"in step{'s' if len(steps) > 1 else ''} {listed((f'{step:,}' for step in steps), _MANY_STEPS, ' and others')}"
-    )
+    some = listed((f"{step:,}" for step in steps), _MANY_STEPS, " and others")
+    return f"in step{'s' if len(steps) > 1 else ''} {some}"
 
 
 def _stopped_ms(facts: Facts, rank: int, step: int) -> float:

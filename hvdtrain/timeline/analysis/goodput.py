@@ -17,8 +17,7 @@ from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline.analysis.analysis import USEFUL, Budget, Efficiency, Goodput, Scaling
 from hvdtrain.timeline.analysis.budget import ASIDE, LATE
-from hvdtrain.timeline.analysis.rank_steps import start_up_steps
-from hvdtrain.timeline.analysis.stalls import stalls_of
+from hvdtrain.timeline.analysis.rank_steps import stalls_of, start_up_steps
 from hvdtrain.timeline.columns import RunTrace
 
 STALLS = "stalled steps"
@@ -174,8 +173,3 @@ def scaling(starts: Sequence[JournalStart]) -> Scaling | None:
     if len(speeds) < 2 or last == (fewest := min(speeds)):
         return None
     return Scaling(fewest, last, speeds[last] / speeds[fewest])
-
-
-def rows(found: Efficiency) -> Mapping[str, float]:
-    """Return shares of the peak that sum to 1, from what training uses on."""
-    return {"training (MFU)": found.mfu, **found.lost}

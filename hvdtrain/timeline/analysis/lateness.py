@@ -77,22 +77,15 @@ def tamed(work: Floats) -> Floats:
     return np.asarray(work - alone + np.clip(alone, -3 * scatter, 3 * scatter))
 
 
-def costs(
-    work: Floats,
-    late: Collection[int] = (),
-    weights: Floats | None = None,
-    order: Order | None = None,
-    fewer: Floats | float = 0.0,
-) -> Floats:
+def costs(work: Floats, late: Collection[int], weights: Floats, order: Order, fewer: Floats | float = 0.0) -> Floats:
     """Return how much shorter steps would be if each rank were like the others [ranks], in the units of `work`, >= 0.
 
     The mean over steps, by `weights` [steps]. Ranks are ready earlier than compared, by `fewer` [ranks, 1].
 
     A step takes as long as its last rank. Ranks that are `late` together share the total gain: each delay is divided
     among the ranks that have it (the Shapley value; Littlechild and Owen, Management Science 20, 1973). Any other rank
-    is considered alone: only steps in which it is the last become shorter. `order` as in `like_the_others`.
+    is considered alone: only steps in which it is the last become shorter. `order` is `order_of(work)`.
     """
-    weights = np.ones(work.shape[1]) if weights is None else weights
     changed, work = like_the_others(work, late, order) - fewer, work - fewer
     second, longest = np.partition(work, -2, axis=0)[-2:]
     last = np.argmax(work, axis=0)
@@ -117,11 +110,7 @@ def _shared(work: Floats, changed: Floats, late: list[int]) -> Floats:
 
 
 def cost_estimates(
-    work: Floats,
-    late: Collection[int],
-    correlation: float,
-    weights: Floats | None = None,
-    fewer: Floats | float = 0.0,
+    work: Floats, late: Collection[int], correlation: float, weights: Floats, fewer: Floats
 ) -> list[Estimate]:
     """`costs` with their 95% confidence intervals: the jackknife over blocks of consecutive steps.
 
@@ -130,7 +119,6 @@ def cost_estimates(
     Blocks are longer than the correlation of steps if there are enough steps, and have about equal weight.
     """
     steps = work.shape[1]
-    weights = np.ones(steps) if weights is None else weights
     blocks = int(min(BATCHES, max(4, steps / (2 * correlation)), steps))
     order = order_of(work)
     whole = costs(work, late, weights, order, fewer)
@@ -139,25 +127,17 @@ def cost_estimates(
     blocks = len(edges) - 1
     if blocks < 2:
         return [Estimate(float(value), -math.inf, math.inf) for value in whole]
-    without = np.array([_costs_without(a, b, work, late, weights, order, fewer) for a, b in pairwise(edges)])
+
+    def costs_without(begin: int, end: int) -> Floats:
+        """Return `costs` without the steps from `begin` to `end`, which keeps the order of the others."""
+        kept = np.concatenate([np.arange(begin), np.arange(end, steps)])
+        rest = order[(order < begin) | (order >= end)].reshape(len(work), -1)
+        return costs(work[:, kept], late, weights[kept], np.where(rest >= end, rest - (end - begin), rest), fewer)
+
+    without = np.array([costs_without(begin, end) for begin, end in pairwise(edges)])
     error = np.sqrt((blocks - 1) / blocks * ((without - without.mean(axis=0)) ** 2).sum(axis=0))
     half = student(blocks - 1) * error
     return [Estimate(float(v), float(v - h), float(v + h)) for v, h in zip(whole, half, strict=True)]
-
-
-def _costs_without(
-    begin: int,
-    end: int,
-    work: Floats,
-    late: Collection[int],
-    weights: Floats,
-    order: Order,
-    fewer: Floats | float,
-) -> Floats:
-    """Return `costs` without the steps from `begin` to `end`, which keeps the order of the others."""
-    kept = np.concatenate([np.arange(begin), np.arange(end, work.shape[1])])
-    rest = order[(order < begin) | (order >= end)].reshape(len(work), -1)
-    return costs(work[:, kept], late, weights[kept], np.where(rest >= end, rest - (end - begin), rest), fewer)
 
 
 def latest(work: Floats) -> tuple[list[int], float]:

@@ -152,14 +152,11 @@ def within(span: Span, start: Floats, end: Floats) -> Floats:
         inside = np.clip(span[1][begun - 1] - moments, 0.0, None)
         return np.where(begun > 0, before[begun] - inside, 0.0)
 
-    found: Floats = until(end) - until(start)
-    return found
+    return np.asarray(until(end) - until(start))
 
 
 def common(a: Span, b: Span) -> Span:
     """Return the intersection."""
-    if not len(a[0]) or not len(b[0]):
-        return NOTHING
     first = np.searchsorted(b[1], a[0], side="right")
     count = np.maximum(0, np.searchsorted(b[0], a[1], side="left") - first)
     of_a = np.repeat(np.arange(len(count)), count)
@@ -169,8 +166,6 @@ def common(a: Span, b: Span) -> Span:
 
 def without(a: Span, b: Span) -> Span:
     """Return the difference `a` minus `b`."""
-    if not len(a[0]) or not len(b[0]):
-        return a
     gaps = np.concatenate([[-np.inf], b[1]]), np.concatenate([b[0], [np.inf]])
     return common(a, gaps)
 

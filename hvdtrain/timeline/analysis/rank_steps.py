@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
 WAITS = ("gather", "activations")
@@ -22,6 +23,8 @@ _WARM_UP = 2
 _FEW = 10
 _SLOW, _HALF, _MOST_OF_RUN = 1.5, 0.5, 0.25
 """Of a usual step, of the steps of a start-up, and of all steps."""
+_STALL = 10.0
+"""Times a usual step: a step that takes longer, after the start-up, has stalled."""
 _ASIDE_SHARE = 0.01
 _MOST = 1 << 18
 """Largest number of values used; longer runs are sampled in stretches."""
@@ -90,6 +93,20 @@ def start_up_steps(length: Floats) -> int:
     slow = length[:most] > _SLOW * np.median(length)
     places = np.flatnonzero(slow & (np.cumsum(slow) >= _HALF * np.arange(1, most + 1)))
     return int(places[-1]) + 1 if len(places) else 0
+
+
+def stalls_of(start: JournalStart) -> dict[int, float]:
+    """Return by how much longer than a usual step each stalled step took, ms. The journal has every step.
+
+    The steps in which workers that train apart exchange are none.
+    """
+    step, ms = np.array(start.steps), 1e3 * np.array(start.seconds)
+    if not len(ms):
+        return {}
+    usual = np.median(ms)
+    outer = [event["at_step"] for event in start.events_named("outer_step") if isinstance(event.get("at_step"), int)]
+    mine = (np.arange(len(ms)) >= start_up_steps(ms)) & (ms > _STALL * usual) & ~np.isin(step, outer)
+    return dict(zip(step[mine].tolist(), (ms[mine] - usual).tolist(), strict=True))
 
 
 def follows(step: Ints) -> NDArray[np.bool_]:
@@ -188,8 +205,7 @@ def represented(steps: Floats | Ints) -> Floats:
     counts = np.bincount(stretch)
     between = (steps[steps > 1] - 1) / 2
     before, after = np.append(0.0, between), np.append(between, 0.0)
-    found: Floats = ((counts + before + after) / counts)[stretch]
-    return found
+    return np.asarray(((counts + before + after) / counts)[stretch])
 
 
 def _thinned(count: int, ranks: int) -> Ints:

@@ -136,5 +136,4 @@ def without_sizes(rounds: Rounds, table: StepTable, passes: Sequence[int] = ()) 
 
 def _within(values: Floats) -> Floats:
     """Return values without the means of their rows and columns."""
-    found: Floats = values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean()
-    return found
+    return np.asarray(values - values.mean(axis=0) - values.mean(axis=1, keepdims=True) + values.mean())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
         ms = cause.ms or 0.0
         return not (cause.name in ("stopped", "gc") and ms >= _EXPLAINS * most), -ms
 
-    return sorted(found, key=order) + _other_causes(rank, others, table, column)
+    return [*sorted(found, key=order), *_other_causes(rank, others, table, column)]
 
 
 def dominant(causes: Sequence[Cause]) -> list[Cause]:
@@ -109,8 +109,8 @@ def _processor_times(table: StepTable, column: Ints) -> dict[str, Floats]:
     return found
 
 
-def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> list[Cause]:
-    """Return the causes that are not times: the state of the GPU, and unbalanced experts."""
+def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: Ints) -> Iterator[Cause]:
+    """Yield the causes that are not times: the state of the GPU, and unbalanced experts."""
 
     def compared(fact: str) -> tuple[float, float]:
         """Return the mean of a fact on the rank, and the median over the others; NaN if unknown."""
@@ -119,24 +119,21 @@ def _other_causes(rank: int, others: Sequence[int], table: StepTable, column: In
             return math.nan, math.nan
         return values[rank], float(np.nanmedian(values[others]))
 
-    found = []
     mine, usual = compared("gpu_clock_mhz")
     if mine < _CLOCK_SHARE * usual:
-        found.append(Cause("gpu clock", None, f"its GPU runs at {mine:.0f} MHz, others' at {usual:.0f} MHz"))
+        yield Cause("gpu clock", None, f"its GPU runs at {mine:.0f} MHz, others' at {usual:.0f} MHz")
     mine, usual = compared("gpu_temperature_c")
     if mine > usual + _HOTTER_C:
-        found.append(Cause("gpu temperature", None, f"its GPU is at {mine:.0f} °C, others' at {usual:.0f} °C"))
+        yield Cause("gpu temperature", None, f"its GPU is at {mine:.0f} °C, others' at {usual:.0f} °C")
     known = [values for facts in _blocks(table, column) if (values := facts.get("gpu_throttle"))]
     words = {each: {word for why in _slowed(known, each) for word in why.split(", ")} for each in (rank, *others)}
     alone = {word for word in words[rank] if 2 * sum(word in words[other] for other in others) < len(others)}
     if alone:
         why = sorted(why for why in _slowed(known, rank) if alone & set(why.split(", ")))
-        found.append(Cause("gpu throttle", None, f"its GPU throttled: {', '.join(why)}"))
+        yield Cause("gpu throttle", None, f"its GPU throttled: {', '.join(why)}")
     mine, usual = compared("expert_share")
     if mine > _MORE_TOKENS * usual:
-        text = f"its busiest expert gets {mine:.0%} of the tokens, others' {usual:.0%}"
-        found.append(Cause("experts", None, text))
-    return found
+        yield Cause("experts", None, f"its busiest expert gets {mine:.0%} of the tokens, others' {usual:.0%}")
 
 
 def _slowed(blocks: Sequence[Sequence[Any]], rank: int) -> set[str]:

@@ -58,34 +58,22 @@ class Division(NamedTuple):
 class Stragglers:
     """The result of the search for stragglers.
 
-    Attributes:
-        rounds: those used, without pauses.
-        cost_ms: per step, of each rank.
-        last_share: share of the steps in which a rank was the last [ranks].
-        steady: ranks that are late in most steps, not rarely by much.
-        late: stragglers with a statistically significant cost, most costly first.
-        jitter_ms: wait per step for the last rank beyond the median rank, without the stragglers' part.
-        pauses: longest first.
-        reason: why there is no straggler.
-        segments: the same of the steps between changes, in order; empty if ranks were equally late all the time.
-        sizes, division: effects of unequal work, which makes no stragglers.
-        fast: a minority that is earlier than the others, which are no stragglers for that.
-        ahead_ms: of the median of these, before that of the others.
+    `segments` are the same of the steps between changes, in order; empty if ranks were equally late all the time.
     """
 
-    rounds: Rounds
-    cost_ms: Sequence[Estimate]
-    last_share: Floats
-    steady: Sequence[int]
-    late: Sequence[int]
-    jitter_ms: Estimate
-    pauses: Sequence[Pause]
-    reason: str
+    rounds: Rounds  # those used, without pauses
+    cost_ms: Sequence[Estimate]  # per step, of each rank
+    last_share: Floats  # share of the steps in which a rank was the last [ranks]
+    steady: Sequence[int]  # ranks that are late in most steps, not rarely by much
+    late: Sequence[int]  # stragglers with a statistically significant cost, most costly first
+    jitter_ms: Estimate  # wait per step for the last rank beyond the median rank, without the stragglers' part
+    pauses: Sequence[Pause]  # longest first
+    reason: str  # why there is no straggler
     segments: Sequence[Stragglers] = ()
-    sizes: BatchSizes | None = None
-    division: Division | None = None
-    fast: Sequence[int] = ()
-    ahead_ms: Estimate = _NONE
+    sizes: BatchSizes | None = None  # effect of unequal batches, which make no stragglers
+    division: Division | None = None  # effect of unequal numbers of micro-batches, which make none either
+    fast: Sequence[int] = ()  # a minority that is earlier than the others, which are no stragglers for that
+    ahead_ms: Estimate = _NONE  # of the median of these, before that of the others
 
     def late_in(self, rank: int) -> Stragglers:
         """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""

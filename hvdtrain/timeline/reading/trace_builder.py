@@ -76,19 +76,13 @@ class _Tensors(dict[int, int]):
 
 
 class TraceBuilder:
-    """Collects the events of one file, and what cannot be read.
-
-    Attributes:
-        size_bytes: of the text so far.
-        is_horovod: one event is Horovod's.
-        is_foreign: one event is another program's.
-        notes: sentences about what cannot be read.
-    """
+    """Collects the events of one file, and what cannot be read."""
 
     def __init__(self) -> None:
-        self.size_bytes = 0
-        self.is_horovod = self.is_foreign = False
-        self.notes: list[str] = []
+        self.size_bytes = 0  # of the text so far
+        self.is_horovod = False  # one event is Horovod's
+        self.is_foreign = False  # one event is another program's
+        self.notes: list[str] = []  # sentences about what cannot be read
         self._ignored: Counter[str] = Counter()
         self._damaged_places = self._damaged_bytes = 0
         self._first_damage, self._damage_end = "", -1

@@ -18,15 +18,10 @@ VERSION: Literal[1] = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Analysis):
-    """The output of `hvdtrain timeline report --json` and `timeline/report.json` of a run. Times are ms per step.
+    """The output of `hvdtrain timeline report --json` and `timeline/report.json` of a run. Times are ms per step."""
 
-    Attributes:
-        version: of this format.
-        figures: numbers by name, as --fail_if uses them.
-    """
-
-    version: Literal[1] = VERSION
-    figures: Mapping[str, float]
+    version: Literal[1] = VERSION  # of this format
+    figures: Mapping[str, float]  # numbers by name, as --fail_if uses them
 
 
 def to_bytes(analysis: Analysis) -> bytes:

@@ -14,7 +14,6 @@ import hvdtrain
 from hvdtrain.observe.cost import money, number
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
-from hvdtrain.timeline.analysis.goodput import rows as waterfall
 from hvdtrain.timeline.report import page_view
 
 if TYPE_CHECKING:
@@ -77,6 +76,7 @@ def headline(analysis: Analysis) -> list[str]:
 def _view(analysis: Analysis) -> dict[str, Any]:
     """Return the variables of the templates."""
     steps = analysis.budget is None or analysis.budget.steps > 0
+    used = analysis.efficiency
     parts, exposed = (analysis.budget.parts, analysis.budget.exposed or ()) if analysis.budget else ((), ())
     return {
         "analysis": analysis,
@@ -85,7 +85,7 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "segments": page_view.shares_view([(part.name, part.ms.value) for part in parts], exposed),
         "blame": page_view.blame_view(analysis.blame, analysis.budget.step_ms.value if analysis.budget else None),
         "over_time": page_view.over_time_view(analysis.over_time) if analysis.over_time else None,
-        "efficiency": waterfall(analysis.efficiency) if analysis.efficiency else {},
+        "efficiency": {"training (MFU)": used.mfu, **used.lost} if used else {},
         "steps": steps,
         "each_ms": "ms per step" if steps else "ms",
         "figures": figures(analysis),

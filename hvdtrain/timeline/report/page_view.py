@@ -14,19 +14,8 @@ from statistics import median, quantiles
 from typing import Any
 
 from hvdtrain.timeline import wording
-from hvdtrain.timeline.analysis import goodput
+from hvdtrain.timeline.analysis import budget, goodput
 from hvdtrain.timeline.analysis.analysis import Blame, OverTime
-from hvdtrain.timeline.analysis.budget import (
-    ACTIVATIONS,
-    ASIDE,
-    EXCHANGE,
-    IDLE,
-    LATE,
-    OTHER_EXCHANGE,
-    PARAMETERS,
-    REST,
-    UNRECORDED,
-)
 
 MOST_RANKS = 100
 """Rows of ranks: the most costly, and all stragglers."""
@@ -54,31 +43,34 @@ _HUES = {
     "negotiation": ("negotiation",),
     "queue": ("queue", "exchange", goodput.RESTARTS),
     "copies": ("fusion copies",),
-    "transfer": ("transfer", "wait", "gather", PARAMETERS, "activations", ACTIVATIONS, "exposed communication"),
-    "late": (LATE,),
+    "transfer": (
+        *("transfer", "wait", "gather", "activations", "exposed communication"),
+        *(budget.PARAMETERS, budget.ACTIVATIONS, goodput.STALLS),
+    ),
+    "late": (budget.LATE,),
     "other": ("other", "other exchange"),
-    "gc": ("gc", "recomputation", UNRECORDED, goodput.REPEATED),
-    "aside": ("aside", "evaluation", "checkpoint", ASIDE),
-    "rest": ("rest", IDLE, goodput.PAUSES),
+    "gc": ("gc", "recomputation", budget.UNRECORDED, goodput.REPEATED),
+    "aside": ("aside", "evaluation", "checkpoint", budget.ASIDE),
+    "rest": ("rest", budget.IDLE, goodput.PAUSES),
 }
 """Colours of the style sheet, and the names that have each."""
-_HUE_OF = {name: hue for hue, names in _HUES.items() for name in names} | {goodput.STALLS: "transfer"}
+_HUE_OF = {name: hue for hue, names in _HUES.items() for name in names}
 MEANINGS = {
     "data": "waiting for a batch, and copying it to the device",
-    LATE: "from when a rank is ready for the exchange until the last one is",
+    budget.LATE: "from when a rank is ready for the exchange until the last one is",
     "negotiation": "Horovod finds out that all ranks have a tensor",
     "queue": "tensors wait for the ones before them",
     "fusion copies": "into and out of the buffer in which Horovod joins small tensors",
     "transfer": "numbers move between ranks, and are summed",
-    EXCHANGE: "from when the last rank is ready until all have the sums",
-    OTHER_EXCHANGE: "of the exchange, in no phase of Horovod's Timeline: threads wake, buckets are coded",
-    PARAMETERS: "waiting for parameters that other ranks have updated",
-    ACTIVATIONS: "waiting for activations, and their gradients, of other ranks",
+    budget.EXCHANGE: "from when the last rank is ready until all have the sums",
+    budget.OTHER_EXCHANGE: "of the exchange, in no phase of Horovod's Timeline: threads wake, buckets are coded",
+    budget.PARAMETERS: "waiting for parameters that other ranks have updated",
+    budget.ACTIVATIONS: "waiting for activations, and their gradients, of other ranks",
     "optimizer": "the norm, the scaling and the update",
-    UNRECORDED: "what stalled steps, and those without stamps, took more than the others",
-    ASIDE: "between two steps",
-    REST: "in no other part",
-    IDLE: "nothing is under way in the Timeline",
+    budget.UNRECORDED: "what stalled steps, and those without stamps, took more than the others",
+    budget.ASIDE: "between two steps",
+    budget.REST: "in no other part",
+    budget.IDLE: "nothing is under way in the Timeline",
     "bus bandwidth": "bytes a second on each link: an allreduce of n bytes on p ranks moves 2 n (p - 1) / p",
 }
 """Of the terms on the page."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.plan.collectives import AT_ONCE, PlannedBucket, bucket_limit
@@ -61,19 +61,17 @@ def update_s(evidence: Evidence, job: Job, link: Link) -> float:
     return clip_s + parts["optimizer"] * was.sharers / job.sharers
 
 
-def engine_notes(evidence: Evidence, job: Job) -> list[str]:
-    """Return what a prediction assumes of the job's engine."""
-    was, found = evidence.job, []
+def engine_notes(evidence: Evidence, job: Job) -> Iterator[str]:
+    """Yield what a prediction assumes of the job's engine."""
+    was = evidence.job
     if job.plan.shard != "none":
-        found.append("parameters are assumed to be needed in forward at times that mirror those of backward")
+        yield "parameters are assumed to be needed in forward at times that mirror those of backward"
     if job.sharers != was.sharers:
-        found.append(f"{job.sharers} rank(s) share the update of the optimizer; {was.sharers} shared the measured one")
+        yield f"{job.sharers} rank(s) share the update of the optimizer; {was.sharers} shared the measured one"
     if job.plan.engine == "fsdp":
-        found.append("FSDP's own work is not in the model; on CPUs, Horovod is assumed to carry its collectives")
-    of_ddp = {one.plan.compression: None for one in (was, job) if one.plan.engine == "ddp"}
-    for name in of_ddp.keys() - {"none"}:
-        found.append(f"{name} of DDP is assumed to cost and send what hvdtrain's own does")
-    return found
+        yield "FSDP's own work is not in the model; on CPUs, Horovod is assumed to carry its collectives"
+    for name in {one.plan.compression for one in (was, job) if one.plan.engine == "ddp"} - {"none"}:
+        yield f"{name} of DDP is assumed to cost and send what hvdtrain's own does"
 
 
 def _sharded(

@@ -80,12 +80,7 @@ class FittedLink:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The measurements of a run. Seconds are medians over steps.
-
-    Attributes:
-        jitter: how much ranks' computing times differ from step to step.
-        buckets: the names of the gradients in each, if they stay as they are; empty to plan them.
-    """
+    """The measurements of a run. Seconds are medians over steps; `jitter` is how much computing differs by step."""
 
     job: Job
     cores: int  # cores of rank 0's host
@@ -103,7 +98,7 @@ class Evidence:
     late_s: float = 0.0  # how much later than rank 0 the slowest rank is ready, if all ranks recorded it
     late_by_data_s: float = 0.0  # the part of it because ranks wait unequally long for data
     copy_s_per_byte: float | None = None  # to pack a gradient uncompressed; None if not measured
-    buckets: Sequence[Sequence[str]] = ()
+    buckets: Sequence[Sequence[str]] = ()  # names of the gradients in each, if they stay as they are; else empty
     compression_of: Callable[[str], Compression] = parse  # what the name of a compression means in this job
     notes: Sequence[str] = ()  # what is missing
 

@@ -73,5 +73,4 @@ class Jitter:
 
 def _running_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
     padded = np.pad(values, _WINDOW // 2, mode="reflect" if len(values) > _WINDOW else "edge")
-    found: NDArray[np.float64] = np.median(np.lib.stride_tricks.sliding_window_view(padded, _WINDOW), axis=1)
-    return found
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, _WINDOW), axis=1))

@@ -37,36 +37,23 @@ _SYNCHRONOUS = ("none", "fp16", "int8")
 
 @dataclass(frozen=True)
 class RarePrediction:
-    """A predicted step, a mean over rounds; seconds and bytes.
+    """A predicted step, a mean over rounds; seconds and bytes."""
 
-    Attributes:
-        job: settings after the change.
-        now_s: the measured step.
-        step_s: the predicted one; `low_s` and `high_s` are its 95% interval, if the model holds.
-        inner_s: of it, the step of a worker.
-        coding_s, wire_s, exposed_s: of one outer exchange: work of the training thread, the collective, and the part
-            of both that steps wait for.
-        sent_bytes: that a rank which exchanges sends in one outer exchange.
-        sample_bytes, synchronous_bytes: sent for each sample, and by all-reduces in fp32 in each step.
-        synchronous_s: a step that exchanges gradients, by the name of the compression.
-        notes: what the prediction is based on.
-    """
-
-    job: Job
+    job: Job  # settings after the change
     plan: OuterPlan
-    now_s: float
-    step_s: float
+    now_s: float  # the measured step
+    step_s: float  # the predicted one; `low_s` and `high_s` are its 95% interval, if the model holds
     low_s: float
     high_s: float
-    inner_s: float
-    coding_s: float
-    wire_s: float
-    exposed_s: float
-    sent_bytes: float
-    sample_bytes: float
-    synchronous_bytes: float
-    synchronous_s: dict[str, float]
-    notes: Sequence[str]
+    inner_s: float  # of it, the step of a worker
+    coding_s: float  # work of the training thread for one outer exchange
+    wire_s: float  # the collective of one
+    exposed_s: float  # the part of both that steps wait for
+    sent_bytes: float  # that a rank which exchanges sends in one outer exchange
+    sample_bytes: float  # sent for each sample
+    synchronous_bytes: float  # sent by all-reduces in fp32 in each step
+    synchronous_s: dict[str, float]  # a step that exchanges gradients, by the name of the compression
+    notes: Sequence[str]  # what the prediction is based on
 
 
 def plan_of(change: Change) -> OuterPlan:

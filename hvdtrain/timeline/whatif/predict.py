@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, assemble_step, stretch_backward
 from hvdtrain.timeline.whatif.engine_passes import engine_notes
-from hvdtrain.timeline.whatif.evidence import Change, Evidence, FittedLink, Job, changed_job
+from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
 from hvdtrain.timeline.whatif.fitting import link_between
 from hvdtrain.timeline.whatif.links import Algorithm, Link, with_bandwidth
 from hvdtrain.timeline.whatif.replay import Replayed, replay
@@ -49,21 +49,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step with its uncertainty.
+    """A predicted step; `low_s` and `high_s` are the 95% interval of `then.step_s`, if the model holds."""
 
-    Attributes:
-        job: settings after the change.
-        now: the measured step, divided into parts by the model.
-        low_s, high_s: 95% interval of `then.step_s`, if the model holds.
-        notes: what the prediction is based on, and what it leaves out.
-    """
-
-    job: Job
-    now: Outcome
+    job: Job  # settings after the change
+    now: Outcome  # the measured step, divided into parts by the model
     then: Outcome
     low_s: float
     high_s: float
-    notes: Sequence[str]
+    notes: Sequence[str]  # what the prediction is based on, and what it leaves out
 
 
 def nothing_measured(*_: object) -> None:
@@ -78,11 +71,12 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     job = changed_job(evidence, change)
     model = _Model(evidence, job, change, costs)
     now, then = model.outcomes()
-    link_uncertainty = _BANDWIDTH_UNCERTAINTY if change.bandwidth_gbit is not None else model.link.uncertainty
+    _, link_uncertainty, source = changed_link(evidence, job, change)
+    extrapolated = job.ranks.size > evidence.job.ranks.size and change.latency_us is None
     swings = [
         evidence.step_uncertainty_s * max(1.0, then.compute_s / max(now.compute_s, 1e-9)),
         model.swing(lambda error: replace(model, link_error=error), link_uncertainty),
-        model.swing(lambda error: replace(model, latency_error=error), model.latency_uncertainty),
+        model.swing(lambda error: replace(model, latency_error=error), _LATENCY_UNCERTAINTY * extrapolated),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),
         _JITTER_UNCERTAINTY * abs(model.jitter_s),
         _ENGINE_UNCERTAINTY * then.step_s * (job.plan.engine_and_shard != evidence.job.plan.engine_and_shard),
@@ -91,7 +85,7 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     uncertainty_s = math.sqrt(math.fsum(swing**2 for swing in swings))
     low_s = max(then.step_s - uncertainty_s, 0.0)
     high_s = then.step_s + math.hypot(uncertainty_s, model.slower_algorithm_s(then.step_s))
-    return Prediction(job, now, then, low_s, high_s, model.notes())
+    return Prediction(job, now, then, low_s, high_s, list(model.notes(source)))
 
 
 def choose_compression(
@@ -181,17 +175,6 @@ class _Model:
         """Whether no cost of coding is an estimate."""
         return self.assemble(self.job, self.change).coding_measured
 
-    @property
-    def link(self) -> FittedLink:
-        """The link between the ranks after the change."""
-        return link_between(self.evidence, self.job, self.change.bandwidth_gbit)
-
-    @property
-    def latency_uncertainty(self) -> float:
-        """Of the latency, as a share."""
-        extrapolated = self.job.ranks.size > self.evidence.job.ranks.size
-        return _LATENCY_UNCERTAINTY if extrapolated and self.change.latency_us is None else 0.0
-
     def slower_algorithm_s(self, step_s: float) -> float:
         """Return by how much more than `step_s` a step may take: more ranks than measured may use another algorithm."""
         if self.change.algorithm not in (None, "auto") or self.job.ranks.size <= self.evidence.job.ranks.size:
@@ -205,45 +188,42 @@ class _Model:
         up, down = (with_error(sign * error).outcomes()[1].step_s for sign in (1.0, -1.0))
         return abs(up - down) / 2
 
-    def notes(self) -> list[str]:
-        """Return what the prediction is based on."""
+    def notes(self, source: str) -> Iterator[str]:
+        """Yield what the prediction is based on; `source` is that of the link."""
         evidence, size = self.evidence, self.job.ranks.size
-        found = list(evidence.notes)
+        yield from evidence.notes
         if size > 1:
-            found.append(f"link: {self.link.source}")
+            yield f"link: {source}"
         if not self.coding_measured and (size > 1 or self.job.plan.compression != "none"):
-            found.append("cost of coding: estimated from another machine; --probe measures it on this one")
-        found += engine_notes(evidence, self.job)
+            yield "cost of coding: estimated from another machine; --probe measures it on this one"
+        yield from engine_notes(evidence, self.job)
         if (dimensions := self.job.plan.dimensions).same_samples > 1 or dimensions.ep > 1:
-            found.append("computing includes the exchange of activations; a pass is assumed to take as long as it did")
+            yield "computing includes the exchange of activations; a pass is assumed to take as long as it did"
         if dimensions.pp > 1:
-            found.append(f"stages are assumed to wait as long as {dimensions.pp - 1} pass(es) of a step take")
-            found.append("gradients of other stages than the first one are not in the model")
+            yield f"stages are assumed to wait as long as {dimensions.pp - 1} pass(es) of a step take"
+            yield "gradients of other stages than the first one are not in the model"
             if self.job.ranks.hosts > 1 and (self.change.changes_link or evidence.job.ranks.hosts == 1):
-                found.append(
-                    "stages on several hosts exchange activations by another link than in the run: not in the model"
-                )
+                yield "stages on several hosts exchange activations by another link than in the run: not in the model"
         if size > 1 and not evidence.jitter.reaches(size):
             measured = len(evidence.jitter.deviations)
-            found.append(f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps")
+            yield f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps"
         if size > 4 * evidence.job.ranks.size:
-            found.append(
+            yield (
                 f"extrapolated: from {evidence.job.ranks.size} to {size} ranks; the model has no switches and no"
                 " traffic of other jobs"
             )
         idle = self.job.places - self.job.micro_batches
         if idle > 0:
-            found.append(
+            yield (
                 f"{idle} of {self.job.places} ranks would be idle: a global batch of {self.job.global_batch} has"
                 f" {self.job.micro_batches} micro-batch(es); to keep the work per rank: --global_batch"
                 f" {self.job.micro_batch * evidence.job.passes * self.job.places}"
             )
         if size > evidence.job.ranks.size and self.job.ranks.per_host > evidence.job.ranks.per_host:
-            found.append(
+            yield (
                 "more ranks on a host than were measured: the model leaves out that they share memory bandwidth and"
                 " caches"
             )
-        return found
 
     def assemble(self, job: Job, change: Change) -> AssembledStep:
         """Return the step of a job after a change."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -35,6 +34,7 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[st
     share = (prediction.high_s - prediction.low_s) / 2 / max(then.step_s, 1e-9)
     gather = ("parameter gather, exposed", _ms(now.gather_s), _ms(then.gather_s))
     changes_memory = memory[0] != memory[1]
+    kinds = ["a rank holds: parameters", *(each.title for each in memory[0][1:])]
     rows = [
         ("", "now", "then"),
         ("step", _ms(now.step_s), _ms(then.step_s)),
@@ -44,7 +44,7 @@ def lines(evidence: Evidence, change: Change, prediction: Prediction) -> list[st
         ("exchange, hidden or exposed", _ms(now.wire_s), _ms(then.wire_s)),
         ("sent by a rank to collectives", nbytes(now.handed_bytes), nbytes(then.handed_bytes)),
         ("buckets", str(now.buckets), str(then.buckets)),
-        *(_held_rows(*memory) if changes_memory else []),
+        *(zip(kinds, *(map(memory_text, each) for each in memory), strict=True) if changes_memory else []),
     ]
     wide = max(len(row[0]) for row in rows)
     return [
@@ -150,11 +150,6 @@ def _job_data(job: Job) -> dict[str, Any]:
 
 def _held(evidence: Evidence, job: Job) -> list[Held]:
     return held(job.plan, evidence.gradients, job.ranks, job.passes)
-
-
-def _held_rows(now: Sequence[Held], then: Sequence[Held]) -> list[tuple[str, str, str]]:
-    titles = ["a rank holds: parameters", *(each.title for each in now[1:])]
-    return [*zip(titles, map(memory_text, now), map(memory_text, then), strict=True)]
 
 
 def memory_text(each: Held) -> str:

@@ -59,7 +59,50 @@ def read_evidence(
         ConfigError: its compression does not exist.
     """
     with _explained(path):
-        return _read(path, accept, journal_lines(RunLayout(path).journal) if lines is None else lines, start)
+        if lines is None:
+            lines = journal_lines(RunLayout(path).journal)
+        config = _read_config(path)
+        engine, shard = _read_engine(path, config)
+        profile = _read_profile(path)
+        steps = _read_steps(path, accept, lines)
+        start = start or next(reversed(read_starts(path)), None)
+        parallel, train = config["parallel"], config["train"]
+        ranks, dimensions = Ranks(profile["size"], profile["local_size"]), Dimensions.of(parallel)
+        compression, mib = _compression(path, config, profile), parallel.get("bucket_mib")
+        plan = Plan(engine, compression, shard, dimensions=dimensions, bucket_mib=mib)
+        job = Job(ranks, plan, train["global_batch"], train["micro_batch"], _of_rank_0(path, ranks.size))
+        dimensions.check(ranks.size)
+        if plan.shard != "none" and plan.compression != "none":
+            raise DataError(
+                f"{path} cannot be predicted: it used --parallel.shard {shard} with compression {plan.compression}",
+                expected="a run without one of them",
+                next_step="record 15 steps with --parallel.compression none",
+            )
+        gradients, tail_s, copy_s = _read_gradients(profile)
+        compute_s, late_s, late_by_data_s = _times_of_ranks(start, steps)
+        evidence = Evidence(
+            path=path,
+            job=job,
+            cores=profile["cores"],
+            own_cores=profile["own_cores"],
+            threads=profile["threads"],
+            on_cpu=profile["device"] == "cpu",
+            gradients=gradients,
+            tail_s=tail_s,
+            step_s=median(step["step"] for step in steps),
+            parts_s=median_parts(steps),
+            step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
+            jitter=Jitter.from_times(compute_s),
+            # Others pack between the marks of two gradients.
+            copy_s_per_byte=copy_s if engine == "horovod" and not dimensions.divides_model else None,
+            notes=list(_notes(profile)),
+            late_s=late_s,
+            late_by_data_s=late_by_data_s,
+        )
+        cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
+        cpu_s = None if cpu_us is None else cpu_us * 1e-6
+        fitted = fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire)
+        return replace(evidence, fitted=fitted)
 
 
 def read_gradients(path: Path) -> tuple[list[Gradient], Ranks]:
@@ -85,72 +128,6 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _read(
-    path: Path,
-    accept: Callable[[Mapping[str, Any]], bool],
-    lines: Iterable[Mapping[str, Any]],
-    start: Start | None,
-) -> Evidence:
-    config = _read_config(path)
-    engine, shard = _read_engine(path, config)
-    profile = _read_profile(path)
-    steps = _read_steps(path, accept, lines)
-    if len(steps) < _MIN_STEPS:
-        raise DataError(
-            f"{path} has too few steps for a prediction",
-            expected=f"{_MIN_STEPS} after the first {_WARM_UP} of its last start",
-            found=str(len(steps)),
-            next_step="train longer",
-        )
-    start = start or next(reversed(read_starts(path)), None)
-    job = Job(
-        Ranks(profile["size"], profile["local_size"]),
-        Plan(
-            engine,
-            _compression(path, config, profile),
-            shard,
-            dimensions=Dimensions.of(config["parallel"]),
-            bucket_mib=config["parallel"].get("bucket_mib"),
-        ),
-        config["train"]["global_batch"],
-        config["train"]["micro_batch"],
-    )
-    job = replace(job, of_rank_0=_of_rank_0(path, job))
-    plan = job.plan
-    plan.dimensions.check(job.ranks.size)
-    if plan.shard != "none" and plan.compression != "none":
-        raise DataError(
-            f"{path} cannot be predicted: it used --parallel.shard {shard} with compression {plan.compression}",
-            expected="a run without one of them",
-            next_step="record 15 steps with --parallel.compression none",
-        )
-    gradients, tail_s, copy_s = _read_gradients(profile)
-    compute_s, late_s, late_by_data_s = _times_of_ranks(start, steps)
-    evidence = Evidence(
-        path=path,
-        job=job,
-        cores=profile["cores"],
-        own_cores=profile["own_cores"],
-        threads=profile["threads"],
-        on_cpu=profile["device"] == "cpu",
-        gradients=gradients,
-        tail_s=tail_s,
-        step_s=median(step["step"] for step in steps),
-        parts_s=median_parts(steps),
-        step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
-        jitter=Jitter.from_times(compute_s),
-        # Others pack between the marks of two gradients.
-        copy_s_per_byte=copy_s if engine == "horovod" and not plan.dimensions.divides_model else None,
-        notes=_notes(profile),
-        late_s=late_s,
-        late_by_data_s=late_by_data_s,
-    )
-    cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
-    cpu_s = None if cpu_us is None else cpu_us * 1e-6
-    fitted = fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire)
-    return replace(evidence, fitted=fitted)
-
-
 def _uncertainty_s(steps: Sequence[float]) -> float:
     """Return half of the 95% interval of the median step: its standard error, and how much the run drifted."""
     low, high = np.quantile(steps, (0.25, 0.75))
@@ -168,38 +145,34 @@ def _read_engine(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     parallel, dimensions = config["parallel"], Dimensions.of(config["parallel"])
     engine, shard = parallel.get("engine", "horovod"), parallel.get("shard", "none")
     is_whole = (engine, shard) == ("horovod", "none") and dimensions.virtual_stages == 1
+    options = f"--parallel.engine {engine} --parallel.shard {shard}"
     if dimensions.divides_model and not is_whole:
-        raise DataError(
-            f"{path} cannot be predicted: a run with --parallel.engine {engine} --parallel.shard {shard}"
-            f" {dimensions.options} does not record when backward finishes each gradient",
-            expected="--parallel.engine horovod --parallel.shard none, without virtual stages",
-            next_step="measure the change, and compare both runs: hvdtrain compare",
-        )
-    if engine != "fsdp":
+        options += f" {dimensions.options}"
+        expected = "--parallel.engine horovod --parallel.shard none, without virtual stages"
+        next_step = "measure the change, and compare both runs: hvdtrain compare"
+    elif engine == "fsdp":
+        expected = "a run with " + " or ".join(f"--parallel.engine {name}" for name in ENGINES if name != "fsdp")
+        next_step = f"record 15 steps with --parallel.engine horovod, and predict from them: --engine {engine}"
+    else:
         return engine, shard
-    raise DataError(
-        f"{path} cannot be predicted: a run with --parallel.engine {engine} --parallel.shard {shard} does not record"
-        " when backward finishes each gradient",
-        expected="a run with " + " or ".join(f"--parallel.engine {name}" for name in ENGINES if name != "fsdp"),
-        next_step=f"record 15 steps with --parallel.engine horovod, and predict from them: --engine {engine}",
-    )
+    what = f"a run with {options} does not record when backward finishes each gradient"
+    raise DataError(f"{path} cannot be predicted: {what}", expected=expected, next_step=next_step)
 
 
-def _notes(profile: Mapping[str, Any]) -> list[str]:
-    sparse = (profile["plan"] or {}).get("sparse")
-    notes = [f"{len(sparse)} sparse gradient(s) are treated as dense"] if sparse else []
+def _notes(profile: Mapping[str, Any]) -> Iterator[str]:
+    if sparse := (profile["plan"] or {}).get("sparse"):
+        yield f"{len(sparse)} sparse gradient(s) are treated as dense"
     if frozen := profile.get("frozen_bytes"):
-        notes.append(f"{nbytes(frozen)} of frozen parameters are not in the model; FSDP would gather them, too")
+        yield f"{nbytes(frozen)} of frozen parameters are not in the model; FSDP would gather them, too"
     if profile["device"] != "cpu":
-        notes.append("coding is counted as work of the computing stream, but on a GPU it has its own stream")
-    return notes
+        yield "coding is counted as work of the computing stream, but on a GPU it has its own stream"
 
 
-def _of_rank_0(path: Path, job: Job) -> float:
+def _of_rank_0(path: Path, ranks: int) -> float:
     """Return rank 0's micro-batches by speed over those of an equal share; 1 if shares are equal."""
     starts = read_journal_starts(RunLayout(path).journal)[-1:]
-    last = last_shares([event for start in starts for event in start.events_named("shares")], job.ranks.size)
-    return 1.0 if last is None else last.shares[0] * job.ranks.size / sum(last.shares)
+    last = last_shares([event for start in starts for event in start.events_named("shares")], ranks)
+    return 1.0 if last is None else last.shares[0] * ranks / sum(last.shares)
 
 
 def _times_of_ranks(
@@ -273,6 +246,13 @@ def _read_steps(
                     found.append({**read_parts(line), "number": line["step"]})
     except OSError:
         raise DataError(f"{path} has no journal.jsonl", next_step="use the folder of a run") from None
+    if len(found) < _MIN_STEPS:
+        raise DataError(
+            f"{path} has too few steps for a prediction",
+            expected=f"{_MIN_STEPS} after the first {_WARM_UP} of its last start",
+            found=str(len(found)),
+            next_step="train longer",
+        )
     return found
 
 

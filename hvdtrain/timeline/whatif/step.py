@@ -9,18 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        before_s, during_s: work of the training thread to make the payload, and right after the start.
-        wire_s: from its start to its end if no other collective is ahead of it.
-        cpu_s: processor time that it takes from computing, if both share a core; at most `wire_s`.
-    """
-
-    before_s: float
-    wire_s: float
-    cpu_s: float = 0.0
-    during_s: float = 0.0
+    before_s: float  # work of the training thread to make the payload
+    wire_s: float  # from its start to its end if no other collective is ahead of it
+    cpu_s: float = 0.0  # processor time that it takes from computing, if both share a core; at most `wire_s`
+    during_s: float = 0.0  # work of the training thread right after the start
 
 
 @dataclass(frozen=True)

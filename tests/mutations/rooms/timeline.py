@@ -40,8 +40,8 @@ MUTATIONS: Table = {
     },
     ("timeline/merge.py", "tests/timeline/test_merge.py"): {
         "merged Timelines of two jobs are not on one clock": (
-            "return (trace.epoch_us or 0.0) - self.epoch_of(0)",
-            "return -self.epoch_of(0)",
+            "return (trace.epoch_us or 0.0) - (wall_clock_us(self.spans) or 0.0)",
+            "return -(wall_clock_us(self.spans) or 0.0)",
         ),
     },
     (

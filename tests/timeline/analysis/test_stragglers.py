@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.analysis.lateness import costs, like_the_others, median_of_others
+from hvdtrain.timeline.analysis.lateness import costs, like_the_others, median_of_others, order_of
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.shares import passes_by_rank, without_passes
 from hvdtrain.timeline.analysis.stragglers import find_stragglers
@@ -174,17 +175,21 @@ def test_what_is_less_than_a_percent_of_a_step_is_not_worth_a_name() -> None:
     assert not find_stragglers(_rounds(_planted(_quiet(0, 4, 400, "gaussian", 0.01), 2, 0.15)[0])).late
 
 
+def _costs(work: Floats, late: Sequence[int] = ()) -> Floats:
+    return costs(work, late, np.ones(work.shape[1]), order_of(work))
+
+
 @given(st.integers(2, 6), st.integers(1, 12), st.integers(0, 99))
 def test_the_names_of_ranks_do_not_matter(ranks: int, steps: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     work = generator.normal(20, 2, (ranks, steps))
     order = generator.permutation(ranks)
-    np.testing.assert_allclose(costs(work)[order], costs(work[order]))
+    np.testing.assert_allclose(_costs(work)[order], _costs(work[order]))
     for late in ([0], [0, 1] if ranks > 2 else [1]):
         renamed = [int(np.flatnonzero(order == rank)[0]) for rank in late]
-        np.testing.assert_allclose(costs(work, late)[order], costs(work[order], renamed))
+        np.testing.assert_allclose(_costs(work, late)[order], _costs(work[order], renamed))
     changed = like_the_others(work)
-    for rank, cost in enumerate(costs(work)):
+    for rank, cost in enumerate(_costs(work)):
         mended = work.copy()
         mended[rank] = changed[rank]
         assert cost == pytest.approx(float((work.max(axis=0) - mended.max(axis=0)).mean()))
@@ -235,7 +240,7 @@ def test_a_late_rank_is_not_excused_by_others_that_are_noisier() -> None:
     work = _quiet(0, 2, 400, "gaussian", 0.1)
     work[0, ::10] += 20.0
     late, shorter = _planted(work, 1, 3.0)
-    assert costs(late)[1] == pytest.approx(shorter, rel=0.2)
+    assert _costs(late)[1] == pytest.approx(shorter, rel=0.2)
 
 
 def _config(batch: int, **parallel: object) -> dict[str, object]:
