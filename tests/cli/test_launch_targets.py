@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -195,9 +194,6 @@ def test_ranks_train_with_the_installed_launcher(gallery: Gallery) -> None:
     out, err = job.notes["out"], job.notes["err"]
     assert "hvdtrain launch: starting 2 rank(s), --to openmpi (Open MPI" in err and "Horovod uses Open MPI" in err
     assert "on 2 rank(s)" in out
-    assert re.search(r"^binding: ranks? 0.* on cores \d", out, re.M)
-    started, _ = job.events("started")
-    assert [group["kept"] for group in started["binding"]] == [""] * len(started["binding"]) != []
     go_on = next(line for line in out.splitlines() if line.strip().startswith("continue"))
     assert shlex.split(go_on)[2:5] == ["launch", "-np", "2"]
 
