@@ -102,6 +102,7 @@ class CheckpointStore:
     files: Mapping[str, bytes] = field(default_factory=dict)  # further files of each checkpoint; see `Task.files`
     best: Measure = field(default_factory=Measure)  # which checkpoint is kept besides the newest
     is_needed: Callable[[Path], bool] = lambda path: False  # whether a checkpoint must not be removed yet
+    fetch: Callable[[str], bool] | None = None  # gets a checkpoint by its name from where it was copied to, if it can
 
     def list(self) -> list[Saved]:
         """List all checkpoints, oldest first, unverified. Errors: UnreadableCheckpointError."""
@@ -200,7 +201,7 @@ class CheckpointStore:
             new.replace(link)
 
     def load_newest(self) -> tuple[Saved, StateDict] | None:
-        """Load the newest complete checkpoint, or return None. Skips damaged ones with a warning.
+        """Load the newest complete checkpoint, or return None. Of damaged ones, which it warns of, it uses the copy.
 
         Errors: UnreadableCheckpointError: a checkpoint cannot be opened. It may be complete.
         """
@@ -211,6 +212,10 @@ class CheckpointStore:
                 raise
             except CheckpointError as error:
                 self.warn(f"skipping a checkpoint: {error.what}")
+                if self.fetch is not None:
+                    self._set_aside(saved.path)
+                    if self.fetch(saved.path.name):
+                        return saved, load(saved.path, self.progress)
         return None
 
     def set_aside_after(self, last: Saved | None) -> None:

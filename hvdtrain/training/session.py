@@ -43,6 +43,7 @@ from hvdtrain.training.start.make_task import check_same_data, make_task, make_t
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
 from hvdtrain.training.start.same_bits import check_keeps_bits, fix_threads
+from hvdtrain.training.start.store_target import fetch_checkpoint
 
 
 def run_training(
@@ -152,6 +153,7 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
                     keep = run.config.checkpoint.keep
                     current.copier = StoreCopier(stored, current.layout, keep, recorder.event, warn)
                     current.store.is_needed = current.copier.needs
+                    current.store.fetch = partial(fetch_checkpoint, stored, current.claim)
                     stack.callback(current.copier.close)
             # The exchange first: the state of a checkpoint includes it.
             current.engine = build_engine(current)

@@ -117,6 +117,19 @@ def test_a_run_continues_from_its_store_alone_on_more_ranks(
     assert (other / "ledger").is_dir()
 
 
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_a_damaged_checkpoint_is_replaced_by_its_copy(is_copied: bool, losses: list[float], tmp_path: Path) -> None:
+    run, url = tmp_path / "run", f"file://{tmp_path}/store"
+    _train(run, f"--checkpoint.to={url}", "--train.stop_at=40")
+    (damaged,) = run.glob("checkpoints/step-000040/model*.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    if not is_copied:
+        shutil.rmtree(tmp_path / "store/checkpoints/step-000040")
+    _train(run, f"--checkpoint.to={url}", NO_LEASE)
+    assert read_losses(run) == losses
+    assert read_events(run, "resumed")[0]["step"] == (40 if is_copied else 20)
+
+
 @pytest.mark.parametrize("fault", ["fails", pytest.param("is killed", marks=pytest.mark.slow)])
 def test_a_lost_store_costs_no_step(
     fault: str,

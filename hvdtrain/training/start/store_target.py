@@ -67,6 +67,11 @@ def fetch_run(run: RunConfig, claim: RunDirectory) -> None:
         raise unusable(f"the run folder {claim.path}", error) from error
 
 
+def fetch_checkpoint(stored: StoredRun, claim: RunDirectory, name: str) -> bool:
+    """Download a checkpoint that is damaged in the run folder; return whether the store has a whole one."""
+    return any(saved.path.name == name and _download(stored, saved, claim) for saved in stored.list())
+
+
 def _download(stored: StoredRun, saved: Saved, claim: RunDirectory) -> bool:
     try:
         stored.download(saved, claim.layout.checkpoints)
