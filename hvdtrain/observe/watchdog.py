@@ -12,11 +12,11 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
 from hvdtrain.observe.failure import process_states
+from hvdtrain.observe.failure.mailbox import Beat
 from hvdtrain.observe.failure.reporter import Reporter
 from hvdtrain.observe.failure.statement import WATCHDOG_THREAD
 from hvdtrain.observe.output import to_stderr
@@ -54,7 +54,7 @@ class Patience:
         self._suspended_s = max(_SUSPENDED_S, 5 * poll_s)
         self._last_poll = now_s
         self._since = now_s
-        self._progress: dict[int, tuple[Any, float]] = {}
+        self._progress: dict[int, tuple[int, float]] = {}
 
     def idle_s(self, idle_s: float, now_s: float) -> float:
         """Return the seconds without progress that count, of the `idle_s` of the training thread."""
@@ -64,19 +64,17 @@ class Patience:
         self._last_poll = now_s
         return min(idle_s, now_s - self._since)
 
-    def is_over(self, idle_s: float, beats: dict[int, dict[str, Any]], now_s: float, times: float = 1.0) -> bool:
+    def is_over(self, idle_s: float, beats: Mapping[int, Beat], now_s: float, times: float = 1.0) -> bool:
         """Return whether to end the run: idle for too long, and no other rank has made progress since.
 
         Call it as often as heartbeats are written, and begin before the timeout: the age of a heartbeat that is read
         for the first time is unknown, so it counts as new.
 
-        `beats` are the last heartbeats of the other ranks: "beat", a number that changes each time; "idle_s", how long
-        the rank had made no progress then. `times` is a factor on the timeout.
+        `beats` are the last heartbeats of the other ranks. `times` is a factor on the timeout.
         """
         for rank, beat in beats.items():
-            number, idle = beat.get("beat"), beat.get("idle_s")
-            if idle is not None and (rank not in self._progress or self._progress[rank][0] != number):
-                self._progress[rank] = number, now_s - idle
+            if rank not in self._progress or self._progress[rank][0] != beat.number:
+                self._progress[rank] = beat.number, now_s - beat.idle_s
         timeout_s = times * self.timeout_s
         if not timeout_s or idle_s < timeout_s:
             return False
@@ -107,7 +105,7 @@ class Watchdog:
         self._former_wake: int | None = None
         self._stop = threading.Event()
         self._next_beat = 0.0
-        self._beats = 0
+        self._beats, self._beat = 0, ""  # the number and the name of the newest heartbeat
         self._next_check = 0.0
         self._posted = False
         self._suspects: set[int] = set()
@@ -171,15 +169,16 @@ class Watchdog:
         elif now >= self._next_beat:
             self._next_beat = now + self._heartbeat_s
             self._beats += 1
-            state = {"time": steady_s(), "beat": self._beats, "idle_s": idle_s, "step": spans.step}
-            mailbox.post_heartbeat(process_states.memory() | state)
+            state = {"time": steady_s(), "idle_s": idle_s, "step": spans.step}
+            facts = process_states.memory() | state
+            self._beat = mailbox.post_heartbeat(self._beats, idle_s, facts, before=self._beat)
         self._warn(idle_s)
         # Early enough to know at the timeout which heartbeats of other ranks are old.
         early_s = min(self._patience.timeout_s, 2 * self._heartbeat_s)
         if not early_s or idle_s < early_s or now < self._next_check:
             return
         self._next_check = now + self._heartbeat_s  # heartbeats of other ranks are not newer
-        beats = mailbox.heartbeats()
+        beats = mailbox.beats()
         beats.pop(self._reporter.statements.process.rank, None)
         if self._patience.is_over(idle_s, beats, now, self._times()):
             self._reporter.report_stall()

@@ -20,7 +20,7 @@ import pytest
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.observe import watchdog as module
 from hvdtrain.observe.failure import reporter as reporter_module
-from hvdtrain.observe.failure.mailbox import Mailbox, open_mailbox
+from hvdtrain.observe.failure.mailbox import Beat, Mailbox, open_mailbox
 from hvdtrain.observe.failure.process_states import GONE, RUNNING, UNKNOWN, started
 from hvdtrain.observe.failure.reporter import JobFacts, Reporter
 from hvdtrain.observe.failure.statement import CURRENT, STALLED, RankProcess, StatementMaker, this_process
@@ -30,15 +30,11 @@ from hvdtrain.spans import Spans
 from tests.support.launch import TIMEOUT_S
 
 
-def _beat(number: int, idle_s: float) -> dict[str, float]:
-    return {"beat": number, "idle_s": idle_s}
-
-
 def test_patience_ends_where_nobody_moves() -> None:
     assert not Patience(600.0, 0.0).is_over(599.0, {}, 1000.0)
     assert Patience(600.0, 0.0).is_over(601.0, {}, 1000.0)
-    assert Patience(600.0, 0.0).is_over(601.0, {1: _beat(1, 700.0), 2: {}}, 1000.0)
-    assert not Patience(600.0, 0.0).is_over(601.0, {1: _beat(1, 700.0), 2: _beat(1, 100.0)}, 1000.0), "rank 2 goes on"
+    assert Patience(600.0, 0.0).is_over(601.0, {1: Beat(1, 700.0)}, 1000.0)
+    assert not Patience(600.0, 0.0).is_over(601.0, {1: Beat(1, 700.0), 2: Beat(1, 100.0)}, 1000.0), "rank 2 goes on"
     assert not Patience(0.0, 0.0).is_over(1e9, {}, 1000.0)
     assert [Patience(600.0, 0.0).is_over(t, {}, t, 3.0) for t in (1799.0, 1801.0)] == [False, True]
 
@@ -46,9 +42,9 @@ def test_patience_ends_where_nobody_moves() -> None:
 def test_a_beat_that_stays_the_same_grows_old() -> None:
     """A rank that was stopped says no more; its last word was that it made progress."""
     patience = Patience(600.0, 0.0)
-    stopped = {1: _beat(7, 0.0)}
+    stopped = {1: Beat(7, 0.0)}
     assert [patience.is_over(t, stopped, t) for t in (20.0, 30.0, 601.0, 619.0, 620.0)] == [False] * 4 + [True]
-    assert not patience.is_over(630.0, {1: _beat(8, 1.0)}, 630.0), "it goes on"
+    assert not patience.is_over(630.0, {1: Beat(8, 1.0)}, 630.0), "it goes on"
 
 
 @pytest.mark.parametrize("poll_s", [1.0, 20.0])
@@ -145,7 +141,7 @@ def test_a_clock_that_is_set_ends_nothing_and_keeps_nothing_alive(
     """Rank 1 has left a beat and is stopped; it runs on another host, so that its process is not seen."""
     own = job.reporter.mailbox.process
     job.change_mailbox(ranks=(own, RankProcess(1, "b", 1, 1)), reachable=frozenset({0, 1}))
-    job.mailbox_of_rank_1.post_heartbeat({**_beat(3, 0.0), "time": time.time()})
+    job.mailbox_of_rank_1.post_heartbeat(3, 0.0, {"time": time.time()})
     now = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     watchdog = job.watch(600.0)

@@ -4,7 +4,7 @@
 
     RUN/.ranks/NONCE/        created by rank 0 at each start
         said/00001.failed    a rank's statement, see `statement`; this folder is empty until a rank fails
-        alive/00001          a rank's heartbeat, rewritten every few seconds
+        alive/00001.7.250    a rank's newest heartbeat: its number, and for how long there was no progress, in ms
         left/00001           the rank has finished
         fatal/00001          the trace that Python's faulthandler wrote when the rank crashed in native code
         card.0               claimed by the rank that writes the card; card.1 by the next one if the first one dies
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,6 +38,13 @@ _Value = TypeVar("_Value")
 _POLLS_PER_S = 200
 """Polls of the folder by all ranks together."""
 _PARTS = ("said", "alive", "left", "fatal")
+
+
+class Beat(NamedTuple):
+    """What the name of a heartbeat tells."""
+
+    number: int  # of a rank, one more each time
+    idle_s: float  # for which it had made no progress
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,34 @@ class Mailbox:
             found |= {s.process.rank: s for name, s in known.items() if name.endswith(f".{kind}")}
         return [found[rank] for rank in sorted(found)]
 
-    def post_heartbeat(self, facts: dict[str, Any]) -> None:
-        """Write this rank's heartbeat: that it is alive, and what it does."""
-        self._put(f"alive/{self.process.rank:05d}", facts)
+    def post_heartbeat(self, number: int, idle_s: float, facts: dict[str, Any], before: str = "") -> str:
+        """Write this rank's heartbeat: that it is alive, and what it does. It replaces the one `before`.
+
+        Returns its name, which tells of its number and of the seconds without progress: so a listing is enough to know
+        that of all ranks. A thousand ranks that each read a thousand files would stop a file server.
+        """
+        name = f"alive/{self.process.rank:05d}.{number}.{1000 * idle_s:.0f}"
+        self._put(name, facts)
+        if before and self.folder is not None:
+            with suppress(OSError):
+                (self.folder / before).unlink()
+        return name
+
+    def beats(self) -> dict[int, Beat]:
+        """Return the number and the seconds without progress of each rank's newest heartbeat, by a listing."""
+        found: dict[int, Beat] = {}
+        for name in self._names("alive"):
+            with suppress(ValueError):  # such as what NFS makes of an open file that is removed
+                rank, number, idle_ms = map(int, name.split("."))
+                found[rank] = max(found.get(rank, Beat(0, 0.0)), Beat(number, idle_ms / 1000))
+        return found
 
     def heartbeats(self) -> dict[int, dict[str, Any]]:
-        """Return the last heartbeat of each rank."""
-        return {int(name): value for name in self._names("alive") if (value := self._get(f"alive/{name}", dict))}
+        """Return what each rank's last heartbeat says."""
+        named = {
+            rank: f"alive/{rank:05d}.{beat.number}.{1000 * beat.idle_s:.0f}" for rank, beat in self.beats().items()
+        }
+        return {rank: value for rank, name in named.items() if (value := self._get(name, dict))}
 
     def mark_finished(self) -> None:
         """Record that this rank has finished, so that no other rank reports it as dead."""

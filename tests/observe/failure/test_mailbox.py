@@ -17,7 +17,7 @@ import pytest
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
 from hvdtrain.observe.failure.fault import Fault
-from hvdtrain.observe.failure.mailbox import Mailbox, open_mailbox
+from hvdtrain.observe.failure.mailbox import Beat, Mailbox, open_mailbox
 from hvdtrain.observe.failure.process_states import GONE, RUNNING, started
 from hvdtrain.observe.failure.statement import CURRENT, FAILED, STALLED, RankProcess, Statement, this_process
 from tests.support.launch import ROOT
@@ -74,10 +74,24 @@ def test_files_of_an_earlier_start_are_removed(tmp_path: Path) -> None:
     assert not (tmp_path / ".ranks").exists()
 
 
+def test_a_listing_tells_of_the_progress_of_all_ranks(tmp_path: Path) -> None:
+    mailboxes, names = _mailboxes(tmp_path, 3), ["", "", ""]
+    for number in (9, 10):
+        for rank, mailbox in enumerate(mailboxes):
+            names[rank] = mailbox.post_heartbeat(number, rank + 0.25, {"step": number + rank}, before=names[rank])
+    assert mailboxes[0].folder is not None
+    alive = mailboxes[0].folder / "alive"
+    assert sorted(path.name for path in alive.iterdir()) == [f"0000{rank}.10.{1000 * rank + 250}" for rank in range(3)]
+    (alive / ".nfs0001").touch()
+    (alive / "00001.9.4000").touch()  # not yet removed
+    assert mailboxes[2].beats() == {rank: Beat(10, rank + 0.25) for rank in range(3)}
+    assert mailboxes[1].heartbeats() == {rank: {"step": 10 + rank} for rank in range(3)}
+
+
 def test_a_rank_that_does_not_see_the_folder_speaks_for_itself(tmp_path: Path) -> None:
     mailbox = dataclasses.replace(_mailboxes(tmp_path, 1)[0], folder=None)
     mailbox.post_statement(_of(mailbox, FAILED))
-    mailbox.post_heartbeat({"step": 1})
+    mailbox.post_heartbeat(1, 0.0, {"step": 1})
     assert not mailbox.has_statements() and mailbox.statements({}) == [] and mailbox.heartbeats() == {}
     assert mailbox.claim_card(0) and not mailbox.is_reported() and not mailbox.has_finished(0)
 
