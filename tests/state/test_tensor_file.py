@@ -92,3 +92,11 @@ def test_larger_than_any_block(tmp_path: Path) -> None:
     assert facts.size_bytes == (tmp_path / "t").stat().st_size
     assert bits(read_tensors(tmp_path / "t", facts, lambda: None)[0]) == bits(tensors)
     assert bits(safetensors.torch.load_file(tmp_path / "t")) == bits(tensors)
+
+
+def test_tensors_that_are_read_keep_no_file_open(tmp_path: Path) -> None:
+    """A checkpoint of a thousand ranks has more files than a process may open."""
+    digest = write_tensors(tmp_path / "a", {"one": torch.ones(5)}, lambda: None)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    read = [read_tensors(tmp_path / "a", digest, lambda: None)[0] for _ in range(8)]
+    assert len([*Path("/proc/self/fd").iterdir()]) == before and torch.equal(read[7]["one"], torch.ones(5))
