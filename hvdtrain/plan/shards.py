@@ -14,6 +14,9 @@ _CHUNK = 1 << 16
 """Elements of a chunk: norms of more fp32 elements are less exact, and of fewer take longer."""
 _MOST_CHUNKS = 128
 """Largest number of chunks of a tensor, so that their number does not grow with the model."""
+_MANY_RANKS, _FINER = 64, 16
+"""From so many ranks on, tensors are divided within chunks, too, into so many parts for each rank of a bucket. Then the
+last bits of a norm depend on the number of ranks."""
 
 
 def chunk_rows(shape: Sequence[int]) -> int:
@@ -60,7 +63,7 @@ def divide(
         shapes: of the parameters.
         ranks: number of segments.
         item_bytes: size of an element.
-        whole: for each parameter, whether one rank must own all of it; others are divided between chunks.
+        whole: for each parameter, whether one rank must own all of it; others are divided between chunks, or rows.
         first: rank to prefer among equal ones for whole parameters: another one for each bucket.
 
     Returns: the rows in the order of their places, and the elements of a segment with its padding, equal for all ranks.
@@ -76,13 +79,18 @@ def divide(
             found.append((index, 0, rows, owner[index]))
             continue
         step = chunk_rows(shape)
-        for begin in range(0, rows if size else 0, step):
-            end = min(begin + step, rows)
-            middle = before + (begin + end) * (size // rows) // 2
+        if ranks >= _MANY_RANKS and size:
+            step = min(step, max(1, sum(sizes) // (_FINER * ranks) // (size // rows)))
+        begin, row = 0, size // rows if rows else 0
+        while begin < rows and size:  # steps with their middle before the end of a rank's room are its own
+            middle = before + (begin + min(begin + step, rows)) * row // 2
             rank = min(ranks - 1, bisect_right(ends, middle * ends[-1] // rest))
-            if found and found[-1][0] == index and found[-1][3] == rank:
-                begin = found.pop()[1]
+            after = -(-ends[rank] * rest // ends[-1]) - before  # the least middle of a step of a later rank
+            end = min(rows, max(begin + step, -(-(-(-2 * after // (step * row)) - 1) // 2) * step))
+            if rank == ranks - 1 or (end + step > rows and (end + rows) * row // 2 < after):  # the last step is shorter
+                end = rows
             found.append((index, begin, end, rank))
+            begin = end
         before += size
     used = [0] * ranks
     starts = []

@@ -32,6 +32,13 @@ def test_every_row_has_one_owner_and_one_place(shapes, ranks, item_bytes, random
         assert ends[-1] == ((shape[0] if shape else 1) if math.prod(shape) else 0)
         assert len(own) <= 1 or not whole[index]
         assert all(each.begin % chunk_rows(shape) == 0 for each in own)
+    sizes = [math.prod(shape) for shape in shapes]
+    if not any(whole) and sum(sizes):  # each chunk is in the segment in which its middle would be
+        for each in rows:
+            row, step = math.prod(shapes[each.index][1:]), chunk_rows(shapes[each.index])
+            for begin in (each.begin, (each.end - 1) // step * step):
+                middle = sum(sizes[: each.index]) + (begin + min(begin + step, each.end)) * row // 2
+                assert middle * ranks // sum(sizes) == each.rank
     for each in rows:
         length = (each.end - each.begin) * math.prod(shapes[each.index][1:])
         assert each.rank * segment <= each.start and each.start + length <= (each.rank + 1) * segment
@@ -45,6 +52,15 @@ def test_segments_are_even() -> None:
     _, segment = divide([(384, 384)] * 30 + [(1024, 384)] * 30 + [(8192, 384)], 4, 4, [False] * 61)
     total = 30 * 384 * 384 + 30 * 1024 * 384 + 8192 * 384
     assert segment < 1.02 * total / 4
+
+
+@pytest.mark.parametrize("ranks", [64, 256, 1024, 4096])
+def test_segments_are_even_among_many_ranks(ranks: int) -> None:
+    """Of three layers of Llama 70B."""
+    shapes = [(8192,), (8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (8192,), (28672, 8192), (8192, 28672)] * 3
+    rows, segment = divide(shapes, ranks, 4, [False] * len(shapes))
+    assert segment * ranks < 1.1 * sum(map(math.prod, shapes))
+    assert {each.rank for each in rows} == set(range(ranks))
 
 
 @pytest.mark.parametrize(
