@@ -54,7 +54,7 @@ class WholeModel(Layout):
         if len(owners) < parts.comm.size and not parts.plan.elastic:
             raise ConfigError(
                 "the model has too few parameters to divide its optimizer among the ranks",
-                expected="at least one tensor, or 65,536 elements of a larger tensor, for each rank",
+                expected="a tensor for each rank, or enough rows of larger tensors",
                 found=f"parameters for {len(owners)} of {parts.comm.size} ranks",
                 next_step="use fewer ranks, or do not divide the optimizer (shard: none)",
             )
