@@ -57,7 +57,16 @@ def test_segments_are_even() -> None:
 @pytest.mark.parametrize("ranks", [64, 256, 1024, 4096])
 def test_segments_are_even_among_many_ranks(ranks: int) -> None:
     """Of three layers of Llama 70B."""
-    shapes = [(8192,), (8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (8192,), (28672, 8192), (8192, 28672)] * 3
+    shapes = [
+        (8192,),
+        (8192, 8192),
+        (1024, 8192),
+        (1024, 8192),
+        (8192, 8192),
+        (8192,),
+        (28672, 8192),
+        (8192, 28672),
+    ] * 3
     rows, segment = divide(shapes, ranks, 4, [False] * len(shapes))
     assert segment * ranks < 1.1 * sum(map(math.prod, shapes))
     assert {each.rank for each in rows} == set(range(ranks))

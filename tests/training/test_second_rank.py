@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.errors import ConfigError, DriftError
 from hvdtrain.training.callbacks.base import Callback
-from tests.laws.test_laws import UNOBSERVED, check_same
+from tests.laws.test_laws import UNOBSERVED, check_same, record
+from tests.laws.test_same_bits import RAGGED
 from tests.support.gallery import Recorded
 from tests.support.thread_job import train_on_threads
 
@@ -107,6 +108,18 @@ def test_a_flipped_bit_is_found_and_changes_nothing(kind: str, size: int, shard:
     )
     assert found.losses() == clean.losses()
     check_same(found.state(), clean.state(), exchange=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--checkpoints=true", "--precision=bf16"), ("--precision=bf16-weights",), ("--precision=fp16", "--again=true")],
+    ids=" ".join,
+)
+def test_equal_work_raises_no_alarm(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Ranks have two micro-batches, one is smaller; weights are tied, recomputed, rounded."""
+    found = record(tmp_path, *RAGGED, *options, "--train.verify_every=1", size=3)
+    assert not found.events("wrong_rank")
+    assert found.losses() == record(tmp_path / "one", *RAGGED, *options).losses()
 
 
 @pytest.mark.slow
