@@ -84,7 +84,7 @@ class Drift:
 def tensors_hash(tensors: Mapping[str, Tensor]) -> int:
     """Return a hash of `_BITS` bits of all tensors. Waits for the device."""
     found = digests(tensors.values())
-    places = torch.arange(1, 2 * len(found), 2, dtype=torch.int64)
+    places = 2 * torch.arange(len(found), dtype=torch.int64) + 1
     # Multiply by an odd number, so that the highest bits depend on all others (Knuth's multiplicative hashing).
     mixed = int((found * places).sum()) * _ODD
     return (mixed >> (64 - _BITS)) & ((1 << _BITS) - 1)
