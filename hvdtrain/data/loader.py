@@ -148,9 +148,10 @@ class Stream:
                 continue
             seeds = mix_seed(self.seed + _SAMPLE, np.array([batch.start for batch in batches], np.uint64)).tolist()
             positions = np.concatenate([np.arange(b.start, b.stop, dtype=np.int64) for b in batches])
-            indices = iter(order.indices(positions).tolist())
+            indices, used = order.indices(positions).tolist(), 0
             for seed, batch in zip(seeds, batches, strict=True):
-                yield [seed, *islice(indices, batch.stop - batch.start)]
+                begin, used = used, used + batch.stop - batch.start
+                yield [seed, *indices[begin:used]]
 
 
 def sample_seed(seed: int, batch: MicroBatch) -> int:
@@ -187,7 +188,7 @@ class Seeded(Dataset[Any]):
 
 def _collated(collate: Callable[[list[Any]], Any], samples: HostBatch) -> HostBatch:
     """Collate the samples of a micro-batch in the process that made them."""
-    return samples._replace(batch=collate(samples.batch))
+    return HostBatch(samples.indices, collate(samples.batch), samples.data_state)
 
 
 def seed_forward(seed: int, position: int) -> None:
