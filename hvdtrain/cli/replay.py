@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from hvdtrain.cli.parser import Parser, local, positive
+from hvdtrain.cli.verify import scratch_folder
 
 _DESCRIPTION = """\
 Repeat steps of a run that was trained with --train.reproducible bits, on one
@@ -44,9 +43,9 @@ def main(argv: list[str]) -> int:
     if options.other is not None:
         found = find_difference(options.run, options.other)
     else:
-        folder = Path(tempfile.mkdtemp(prefix="hvdtrain-replay-"))
         say = (lambda text: None) if options.json else partial(print, flush=True)
-        found = replay(options.run, options.step, folder, say)  # an error names its output in the folder
+        with scratch_folder() as folder:
+            found = replay(options.run, options.step, folder, say)  # an error names its output in the folder
         shutil.rmtree(folder)
     print(json.dumps(asdict(found)) if options.json else "\n".join(found.lines()))
     return int(found.step is not None)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,22 +103,29 @@ def _call(name: str, argv: list[str]) -> int:
     return 1 if report.wrong else 0
 
 
-def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
-    """Train, compare, print, and return the exit code."""
-    from hvdtrain.verify.resume import read_config, verify_resume
-
-    config = read_config(run_dir)  # first, so that a wrong path creates nothing
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder for jobs that this process starts. A signal ends them, and removes it."""
     folder = Path(tempfile.mkdtemp(prefix="hvdtrain-verify-"))
     ending = (signal.SIGTERM, signal.SIGHUP)  # they also end the jobs that this process started, as Ctrl-C does
     before = {number: signal.signal(number, lambda number, _: sys.exit(128 + number)) for number in ending}
     try:
-        compared = list(verify_resume(config, folder, steps, sizes, partial(print, flush=True)))
+        yield folder
     except (KeyboardInterrupt, SystemExit):  # after other errors the folder keeps the output of the job
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _verify_resume(run_dir: Path, steps: int, sizes: list[int]) -> int:
+    """Train, compare, print, and return the exit code."""
+    from hvdtrain.verify.resume import read_config, verify_resume
+
+    config = read_config(run_dir)  # first, so that a wrong path creates nothing
+    with scratch_folder() as folder:
+        compared = list(verify_resume(config, folder, steps, sizes, partial(print, flush=True)))
     print("\n" + _table(compared))
     wrong = [each for each in compared if each.first is not None]
     for each in wrong:

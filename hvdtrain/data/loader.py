@@ -199,13 +199,13 @@ def seed_forward(seed: int, position: int) -> None:
         torch.cuda.manual_seed(value)
 
 
-def fetch_step(stream: Stream, position: int) -> Iterator[tuple[MicroBatch, list[int], list[Any]]]:
-    """Yield a step's micro-batches of this rank, their indices and samples, made in this process.
+def fetch_step(stream: Stream, position: int, first: int = 0) -> Iterator[tuple[MicroBatch, list[int], list[Any]]]:
+    """Yield a step's micro-batches of this rank from the `first` on, their indices and samples, made in this process.
 
     It seeds the random states as training does. The caller restores them.
     """
     seeded = Seeded(stream.indexed())
-    for batch, key in zip(stream.step(position), stream.keys(position, 1), strict=True):
+    for batch, key in islice(zip(stream.step(position), stream.keys(position, 1), strict=True), first, None):
         yield batch, key[1:], seeded.__getitems__(key).batch
 
 

@@ -15,8 +15,8 @@ _CHUNK = 1 << 16
 _MOST_CHUNKS = 128
 """Largest number of chunks of a tensor, so that their number does not grow with the model."""
 _MANY_RANKS, _FINER = 64, 16
-"""From so many ranks on, tensors are divided within chunks, too, into so many parts for each rank of a bucket. Then the
-last bits of a norm depend on the number of ranks."""
+"""With 64 ranks or more, tensors are divided within chunks, too: a bucket into 16 parts a rank. Then the last bits of a
+norm depend on the number of ranks."""
 
 
 def chunk_rows(shape: Sequence[int]) -> int:

@@ -38,17 +38,17 @@ class Difference:
         """Return what to print."""
         if self.step is None:
             return [f"steps {self.first:,} to {self.last:,} have the same bits"]
-        told = [f"step {self.step:,} differs: " + _text(self.values)]
+        lines = [f"step {self.step:,} differs: " + _text(self.values)]
         if self.step > self.first:
-            told.insert(0, f"steps {self.first:,} to {self.step - 1:,} have the same bits")
+            lines.insert(0, f"steps {self.first:,} to {self.step - 1:,} have the same bits")
         for what, found in (("options", self.options), ("facts", self.facts)):
             if found:
-                told.append(f"other {what}: {_text(found)}")
+                lines.append(f"other {what}: {_text(found)}")
         if not self.options and not self.facts:
-            told.append(
+            lines.append(
                 "options, versions and machines are equal: a sample of the data set, a processor or memory may differ"
             )
-        return told
+        return lines
 
 
 def find_difference(one: Path, other: Path) -> Difference:

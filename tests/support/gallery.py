@@ -14,7 +14,7 @@ import subprocess
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -385,28 +385,11 @@ def in_stages(trainings: dict[str, tuple[str, ...]], *, divided: bool) -> dict[s
     return {name: options for name, options in trainings.items() if ("pp" in name.partition("/")[0]) == divided}
 
 
-@_recording
-def two_matrices(folder: Path) -> Recorded:
-    """Two ranks that divide matrices, experts or sequences: those of `TWO`, as `_divided` says."""
-    return _divided(folder, 2, in_stages(TWO, divided=False))
-
-
-@_recording
-def two_layers(folder: Path) -> Recorded:
-    """Two ranks with half of the layers each: those of `TWO`, as `_divided` says."""
-    return _divided(folder, 2, in_stages(TWO, divided=True))
-
-
-@_recording
-def four_matrices(folder: Path) -> Recorded:
-    """Four ranks that divide matrices, experts or sequences: those of `FOUR`, as `_divided` says."""
-    return _divided(folder, 4, in_stages(FOUR, divided=False))
-
-
-@_recording
-def four_layers(folder: Path) -> Recorded:
-    """Four ranks with a part of the layers each: those of `FOUR`, as `_divided` says."""
-    return _divided(folder, 4, in_stages(FOUR, divided=True))
+# Ranks with parts of the layers, and those that divide matrices, experts or sequences.
+for _name, _size, _trainings in (("two", 2, TWO), ("four", 4, FOUR)):
+    for _parts, _layers in (("layers", True), ("matrices", False)):
+        _of = in_stages(_trainings, divided=_layers)
+        _RECORDINGS[f"{_name}_{_parts}"] = partial(_divided, ranks=_size, trainings=_of)
 
 
 @_recording

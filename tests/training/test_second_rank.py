@@ -67,7 +67,7 @@ class _Fault:
 
 
 class _Steps(Callback):
-    """Tells the faults of each rank, which is a thread, that a step is over."""
+    """Resets the fault of each rank after a step; each rank is a thread."""
 
     own = threading.local()
 

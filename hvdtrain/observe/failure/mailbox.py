@@ -41,10 +41,14 @@ _PARTS = ("said", "alive", "left", "fatal")
 
 
 class Beat(NamedTuple):
-    """What the name of a heartbeat tells."""
+    """What the name of a heartbeat says."""
 
     number: int  # of a rank, one more each time
     idle_s: float  # for which it had made no progress
+
+    def file(self, rank: int) -> str:
+        """Return the name of the file."""
+        return f"alive/{rank:05d}.{self.number}.{1000 * self.idle_s:.0f}"
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,12 @@ class Mailbox:
     def post_heartbeat(self, number: int, idle_s: float, facts: dict[str, Any], before: str = "") -> str:
         """Write this rank's heartbeat: that it is alive, and what it does. It replaces the one `before`.
 
-        Returns its name, which tells of its number and of the seconds without progress: so a listing is enough to know
-        that of all ranks. A thousand ranks that each read a thousand files would stop a file server.
+        Returns its name. The name has its number and the seconds without progress, so that one listing shows them for
+        all ranks: a thousand ranks that each read a thousand files would stop a file server.
         """
-        name = f"alive/{self.process.rank:05d}.{number}.{1000 * idle_s:.0f}"
+        name = Beat(number, idle_s).file(self.process.rank)
         self._put(name, facts)
-        if before and self.folder is not None:
+        if before and self.folder is not None and (self.folder / name).exists():  # else the disk is full: keep it
             with suppress(OSError):
                 (self.folder / before).unlink()
         return name
@@ -98,17 +102,14 @@ class Mailbox:
         """Return the number and the seconds without progress of each rank's newest heartbeat, by a listing."""
         found: dict[int, Beat] = {}
         for name in self._names("alive"):
-            with suppress(ValueError):  # such as what NFS makes of an open file that is removed
+            with suppress(ValueError):  # another name, such as .nfs0001 of an open file that was removed
                 rank, number, idle_ms = map(int, name.split("."))
                 found[rank] = max(found.get(rank, Beat(0, 0.0)), Beat(number, idle_ms / 1000))
         return found
 
     def heartbeats(self) -> dict[int, dict[str, Any]]:
         """Return what each rank's last heartbeat says."""
-        named = {
-            rank: f"alive/{rank:05d}.{beat.number}.{1000 * beat.idle_s:.0f}" for rank, beat in self.beats().items()
-        }
-        return {rank: value for rank, name in named.items() if (value := self._get(name, dict))}
+        return {rank: value for rank, beat in self.beats().items() if (value := self._get(beat.file(rank), dict))}
 
     def mark_finished(self) -> None:
         """Record that this rank has finished, so that no other rank reports it as dead."""

@@ -10,11 +10,10 @@ Library rejected: torchtitan repeats a step on the same ranks, which does not te
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.utils.data import default_collate
 
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.data.iterable import is_iterable
-from hvdtrain.data.loader import Seeded, Stream, seed_forward
+from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.errors import ConfigError, DriftError, listed
 from hvdtrain.exchange.in_order import as_leaf
 from hvdtrain.observe.monitor import gpu_identity
@@ -84,7 +83,7 @@ class SecondRank(StepPart):
             except ContradictionError:
                 wrong = self._find_wrong(position)
             self._compare_parameters(wrong)
-            batches = [self._drawn(stream, position, number) for number in range(len(stream.step(position)))]
+            batches = [*self._drawn(stream, position)]
             self._other = self._repeat(+1, position)
             try:
                 return run(batches)
@@ -118,7 +117,7 @@ class SecondRank(StepPart):
         return (own != other).any(dim=1).nonzero().view(-1).tolist()
 
     def _find_wrong(self, position: int) -> int:
-        """Return the rank that is wrong, after its parameters are right again. Collective: yes. Errors: DriftError."""
+        """Return the rank with a wrong gradient. Collective: yes. Errors: DriftError: it is not known."""
         comm, before, owners = self._stepper.comm, self._hashes, self._contradictions()
         # As its own second rank, and as the third one for the rank before.
         again = self._gathered(self._repeat(0, position), self._repeat(-1, position))
@@ -191,7 +190,7 @@ class SecondRank(StepPart):
         if self._number >= len(stream.step(position)):
             return found
         with stepper.spans("replay"), preserved_state(stepper.model, stepper.engine, stepper.device):
-            seed, batch = self._drawn(stream, position, self._number)
+            seed, batch = next(self._drawn(stream, position, self._number))
             batch = to_device(batch, stepper.device)
             with stepper.precision.weights(), ExitStack() as around:
                 for part in stepper.parts:
@@ -205,13 +204,11 @@ class SecondRank(StepPart):
                     self._note(found, name, as_leaf(parameter.grad))
         return found
 
-    def _drawn(self, stream: Stream, position: int, number: int) -> tuple[Callable[[], None], Any]:
-        """Return a micro-batch of a step with the function that seeds its forward pass."""
+    def _drawn(self, stream: Stream, position: int, first: int = 0) -> Iterator[tuple[Callable[[], None], Any]]:
+        """Yield the micro-batches of a step from the `first` on, each with the function that seeds its forward pass."""
         collate = self._stepper.task.collate or default_collate
-        where = stream.step(position)[number]
-        (key,) = islice(stream.keys(position, 1), number, number + 1)
-        samples = Seeded(stream.indexed()).__getitems__(key).batch
-        return partial(seed_forward, stream.seed, where.start), collate(samples)
+        for where, _, samples in fetch_step(stream, position, first):
+            yield partial(seed_forward, stream.seed, where.start), collate(samples)
 
     def _trained(self) -> dict[str, Tensor]:
         return {name: p for name, p in self._stepper.model.named_parameters() if p.requires_grad}
