@@ -88,12 +88,14 @@ class Mailbox:
     def post_heartbeat(self, number: int, idle_s: float, facts: dict[str, Any], before: str = "") -> str:
         """Write this rank's heartbeat: that it is alive, and what it does. It replaces the one `before`.
 
-        Returns its name. The name has its number and the seconds without progress, so that one listing shows them for
-        all ranks: a thousand ranks that each read a thousand files would stop a file server.
+        Returns the name of the newest. It has the number and the seconds without progress, so that one listing shows
+        them for all ranks: a thousand ranks that each read a thousand files would stop a file server.
         """
         name = Beat(number, idle_s).file(self.process.rank)
         self._put(name, facts)
-        if before and self.folder is not None and (self.folder / name).exists():  # else the disk is full: keep it
+        if self.folder is None or not (self.folder / name).exists():  # the disk is full: the one before stays
+            return before
+        if before:
             with suppress(OSError):
                 (self.folder / before).unlink()
         return name

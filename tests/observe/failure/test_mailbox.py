@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -86,6 +88,20 @@ def test_a_listing_tells_of_the_progress_of_all_ranks(tmp_path: Path) -> None:
     (alive / "00001.9.4000").touch()  # not yet removed
     assert mailboxes[2].beats() == {rank: Beat(10, rank + 0.25) for rank in range(3)}
     assert mailboxes[1].heartbeats() == {rank: {"step": 10 + rank} for rank in range(3)}
+
+
+def test_a_heartbeat_that_cannot_be_written_keeps_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox = _mailboxes(tmp_path, 1)[0]
+    before = mailbox.post_heartbeat(1, 0.0, {"step": 1})
+
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert mailbox.post_heartbeat(2, 0.0, {"step": 2}, before=before) == before
+    assert mailbox.heartbeats() == {0: {"step": 1}}
 
 
 def test_a_rank_that_does_not_see_the_folder_speaks_for_itself(tmp_path: Path) -> None:
