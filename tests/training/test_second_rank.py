@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.errors import ConfigError, DriftError
 from hvdtrain.training.callbacks.base import Callback
+from hvdtrain.training.diagnostics.second_rank import SecondRank
 from tests.laws.test_laws import UNOBSERVED, check_same, record
 from tests.laws.test_same_bits import RAGGED
 from tests.support.gallery import Recorded
+from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
 
 PASSES = 2
@@ -156,6 +159,30 @@ def test_a_rank_that_is_always_wrong_ends_training(size: int, text: str, tmp_pat
     build = partial(_task, plan=lambda step: (1, "gradient"), fault=_Always)
     with pytest.raises(DriftError, match=text):
         train_on_threads(*UNOBSERVED, *CHECKED, f"--run_dir={tmp_path / 'run'}", size=size, build=build)
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [((1.0, 2.0, 1.0), 1), ((2.0, 1.0, 1.0), 0), ((1.0, 2.0, 3.0), None), ((1.0, 1.0, 2.0, 2.0), None)],
+)
+def test_the_copy_of_most_ranks_counts(values: tuple[float, ...], wrong: int | None) -> None:
+    def body(comm: ThreadComm) -> tuple[list[Any], float]:
+        told, model = list[Any](), nn.Linear(2, 1)
+        nn.init.constant_(model.weight, values[comm.rank])
+        nn.init.zeros_(model.bias)
+        second = SecondRank(1, "a", lambda facts, text: told.append(facts["rank"]))
+        second._stepper = SimpleNamespace(  # type: ignore[assignment]
+            comm=comm, model=model, spans=SimpleNamespace(step=3), device=torch.device("cpu")
+        )
+        if wrong is None:
+            with pytest.raises(DriftError, match="is not known"):
+                second._compare_parameters()
+        else:
+            second._compare_parameters()
+        return told, model.weight.detach()[0, 0].item()
+
+    kept = list(values) if wrong is None else [1.0] * len(values)
+    assert on_ranks(len(values), body) == [([wrong], value) for value in kept]
 
 
 def test_what_cannot_be_repeated_is_refused(tmp_path: Path) -> None:

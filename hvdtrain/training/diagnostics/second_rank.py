@@ -10,6 +10,7 @@ Library rejected: torchtitan repeats a step on the same ranks, which does not te
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +27,7 @@ from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.errors import ConfigError, DriftError, listed
 from hvdtrain.exchange.in_order import as_leaf
 from hvdtrain.observe.monitor import gpu_identity
-from hvdtrain.training.diagnostics.drift import digest, find_unequal, replicated
+from hvdtrain.training.diagnostics.drift import digest, replicated
 from hvdtrain.training.diagnostics.step_replay import preserved_state
 from hvdtrain.training.loop.forward import checked_loss, to_device
 from hvdtrain.training.loop.step import Stepper
@@ -139,18 +140,17 @@ class SecondRank(StepPart):
 
         `known`: the rank that has been found wrong.
         """
-        comm = self._stepper.comm
-        unequal = find_unequal(replicated(self._stepper.model), comm, name="second_rank/parameters")
-        if not unequal:
+        size, tensors = self._stepper.comm.size, replicated(self._stepper.model)
+        hashes = self._gathered({name: digest(tensor) for name, tensor in tensors.items()}).squeeze(1)
+        ((usual, count),) = Counter(map(tuple, hashes.tolist())).most_common(1)
+        others = (hashes != hashes.new_tensor(usual)).any(dim=1).nonzero().view(-1).tolist()
+        if not others:
             return
-        differing = {rank for ranks in unequal.values() for rank in ranks}  # from rank 0
-        alike = all(len(ranks) == len(differing) for ranks in unequal.values())
-        wrong = set[int]()
-        if comm.size == 2:
-            wrong = set() if known is None else {known}
-        elif alike and len(differing) in (1, comm.size - 1):
-            wrong = differing if len(differing) == 1 else {0}
-        self._name(wrong, {0, *differing}, "parameters", next(iter(unequal)), [*unequal])
+        by_most = set(others) if 2 * count > size else set()
+        wrong = by_most if known is None or size > 2 else {known}
+        different = (hashes != hashes[0]).any(dim=0).nonzero().view(-1).tolist()
+        names = [[*tensors][number] for number in different]
+        self._name(wrong, by_most or set(range(size)), "parameters", names[0], names)
 
     def _name(self, wrong: set[int], suspects: set[int], what: str, tensor: str, unequal: Sequence[str] = ()) -> int:
         """Report a wrong rank and return it. Collective: yes. Errors: DriftError: there is not exactly one."""
@@ -237,7 +237,6 @@ def make_second_rank(current: Round) -> SecondRank | None:
             f"--train.verify_every does not support {what if is_read_once else '--train.balance_loss'}",
             expected="a data set with an index" if is_read_once else "--train.balance_loss 0",
             next_step="--train.verify_every 0",
-            everywhere=True,
         )
 
     def tell(facts: dict[str, Any], text: str) -> None:
