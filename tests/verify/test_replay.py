@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from hvdtrain import Task
 from hvdtrain.cli.replay import main
 from hvdtrain.errors import ConfigError
-from tests.laws.test_laws import record
+from hvdtrain.training.loop.hashes import MOST_PASSES, pass_hashes
+from hvdtrain.verify.replay import find_difference
+from tests.laws.test_laws import UNOBSERVED, record
 from tests.support.stack import STACK
+from tests.support.thread_job import train_on_threads
 
 BITS = (*STACK, "--train.reproducible=bits", "--train.global_batch=11", "--method=momentum", "--checkpoint.every=2")
 
@@ -43,6 +50,59 @@ def test_two_runs_part_where_a_bit_differs(run: Path, tmp_path: Path, capsys: py
     assert main([str(run), str(clipped)]) == 1
     out = capsys.readouterr().out
     assert "step 2 differs" in out and "train.clip" in out and "size 3 and 2" in out
+
+
+def _train(folder: Path, *options: str, size: int, bad_sample: int = -1, bad_pass: int = -1) -> Path:
+    """Train in six micro-batches a step; a sample is another one, or the sign of an element of a gradient of a pass."""
+
+    def build(rank: int) -> Task:
+        torch.manual_seed(3)
+        model, data, passes = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(60, 6), count()
+        data[bad_sample] *= 1 if bad_sample < 0 else -1
+
+        def changed(gradient: Tensor) -> Tensor:
+            sign = -1.0 if next(passes) == bad_pass else 1.0
+            return torch.cat([gradient[:, :1] * sign, gradient[:, 1:]], 1)
+
+        model[2].weight.register_hook(changed)
+
+        def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+            return (model(batch[0])[:, 0] - batch[0].sum(1)).square().sum(), len(batch[0])
+
+        dataset = torch.utils.data.TensorDataset(data)
+        return Task(model, loss, dataset, dataset, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    given = (*UNOBSERVED, "--train.reproducible=bits", "--train.global_batch=12", "--train.micro_batch=2")
+    given += ("--train.steps=4", "--train.check_every=1", "--train.clip=0", f"--run_dir={folder}", *options)
+    train_on_threads(*given, size=size, build=build)
+    return folder
+
+
+def test_a_bad_sample_is_named_with_its_micro_batch_and_rank(tmp_path: Path) -> None:
+    clean = _train(tmp_path / "clean", size=3)
+    found = find_difference(clean, _train(tmp_path / "bad", size=1, bad_sample=40))
+    assert found.step is not None and set(found.values) >= {"loss", "grad_norm"}
+    (text,) = found.passes
+    number, rest = text.removeprefix("micro-batch ").split(" of 6 (rank ")
+    rank, samples = rest.rstrip(")").split(" on ")[0], rest.rstrip(")").split(" samples ")[1]
+    assert int(rank) == (int(number) - 1) // 2 and "40" in samples.split(", ")
+    other = find_difference(clean, _train(tmp_path / "other", "--seed=2", size=1))
+    assert other.step == 1 and other.passes == ["each micro-batch"]
+
+
+def test_a_wrong_gradient_is_named_by_its_tensor(tmp_path: Path) -> None:
+    clean, bad = _train(tmp_path / "clean", size=3), _train(tmp_path / "bad", size=1, bad_pass=8)
+    found = find_difference(clean, bad)
+    assert (found.step, found.passes, found.tensors) == (2, [], ["2.weight"])
+    assert any("a backward pass or an exchange differs" in line for line in found.lines())
+
+
+def test_many_passes_have_few_hashes() -> None:
+    numbers = [[float(number), 1.0] for number in range(2 * MOST_PASSES + 5)]
+    hashes = pass_hashes(numbers)
+    assert len(hashes) == 8 * 45  # of three passes each, the last of one
+    numbers[4][1] = 2.0
+    assert [n for n in range(45) if hashes[8 * n : 8 * n + 8] != pass_hashes(numbers)[8 * n : 8 * n + 8]] == [1]
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm
 from hvdtrain.data.tree import Positions
 from hvdtrain.engine.base import Engine
+from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
+from hvdtrain.training.loop.hashes import pass_hashes
 from hvdtrain.training.loop.step_part import StepPart
 from hvdtrain.training.loop.unused_parameters import count_users
 from hvdtrain.training.loop.update import StepResult, Update
@@ -125,13 +127,14 @@ class Stepper:
             totals = self._totals(losses, weights, integers)
         else:
             totals = self._placed(losses, weights, integers, positions)
-        summed = self.comm.allreduce(totals, name="step/totals")
+        summed, by_position = self.comm.allreduce(totals, name="step/totals"), None
         with spans["wait"]:
             gradients = engine.finish()
             summed.wait()
             if positions is not None:
                 numbers, rest = torch.split(totals, [2 * positions.count, len(integers)])
                 totals = torch.cat([numbers.view(2, -1).sum(dim=1), rest])
+                by_position = HostCopy(numbers.view(2, -1).T)
             for part in having["wait"]:
                 part.wait()
         with spans["clip"]:
@@ -140,13 +143,15 @@ class Stepper:
         with spans["optimizer"]:
             self._update.apply()
             if not self.by_device:
-                return self._finished()
+                return self._finished(by_position)
         self.ahead()
         with spans["optimizer"]:
-            return self._finished()
+            return self._finished(by_position)
 
-    def _finished(self) -> StepResult:
+    def _finished(self, by_position: HostCopy | None) -> StepResult:
         result = self._update.result()
+        if by_position is not None:
+            result = replace(result, passes=pass_hashes(by_position.tolist()))
         self.engine.commit(applied=result.applied)
         for part in self._having["finish"]:
             part.finish(self.spans.step, applied=result.applied)

@@ -294,6 +294,8 @@ class Trainer:
             **{key: seconds.get(part, 0.0) for part, key in JOURNAL_KEYS.items()},
             "skipped": not result.applied,
         }
+        if result.passes:
+            record["passes"] = result.passes
         self._worker.last_record = record
         self.current.recorder.step(record)
         self._callbacks.on_step(record)

@@ -30,6 +30,7 @@ class StepResult:
     sums: list[int]  # sum over ranks of each integer given to `Stepper.run`
     scale: float = 1.0  # loss scale of the step
     next_scale: float = 1.0  # loss scale of the next one
+    passes: str = ""  # of `hashes.pass_hashes`; "" unless all is summed by position
 
 
 @dataclass

@@ -27,6 +27,7 @@ from hvdtrain.training.loop.balance import make_balance
 from hvdtrain.training.loop.balance_loss import make_balance_loss
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.feed import Feed
+from hvdtrain.training.loop.hashes import ParameterHashes
 from hvdtrain.training.loop.router_loads import make_router_loads
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -121,6 +122,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         # Changes biases after the step is applied, which there is nothing to roll back of.
         make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
         second,
+        _parameter_hashes(current, engine) if worker.plan.bits and train.check_every else None,
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
     ]
     stepper = Stepper(
@@ -195,3 +197,8 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         balance=balance,
         apart=apart,
     )
+
+
+def _parameter_hashes(current: Round, engine: Engine) -> ParameterHashes:
+    record = current.recorder.event if current.comm.rank == 0 else None
+    return ParameterHashes(current.run.config.train.check_every, current.worker.state.model, engine, record)
