@@ -85,6 +85,9 @@ class Rounds(ABC):
     def report_leaving(self, why: str) -> None:  # noqa: B027
         """Report that training is over and this process ends."""
 
+    def report_wrong(self, rank: int) -> None:  # noqa: B027
+        """Report that a rank of this round has computed wrong bits."""
+
 
 class OneRound(Rounds):
     """A job with constant ranks."""
@@ -246,6 +249,10 @@ class DriverRounds(Rounds):
     def report_leaving(self, why: str) -> None:
         """Report the end to the driver."""
         self._client.report_leaving(why)
+
+    def report_wrong(self, rank: int) -> None:
+        """Report it to the driver, which leaves out its host."""
+        self._client.report_wrong(rank)
 
 
 def in_collective(frame: FrameType | None) -> bool:

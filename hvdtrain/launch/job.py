@@ -145,6 +145,7 @@ class Host:
     failures: int = 0
     free_s: float = NEVER  # its agent is not started before
     failed: bool = False
+    left_out: bool = False  # for the rest of the job, because it has computed wrong bits
     heard_s: float = NEVER  # its last heartbeat
     slots_by_index: dict[int, Slot] = field(default_factory=dict)
 

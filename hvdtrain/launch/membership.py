@@ -157,6 +157,13 @@ def _drain(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     job.log_event("drain", text, worker=worker.number)
 
 
+def _wrong(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
+    if message.get("round") == job.round and job.phase is Phase.RUNNING:
+        named = [w for w in job.members() if w.rank == message.get("rank")]
+        for other in named:
+            worker_starts.leave_out(job, job.hosts[other.host], f"{other.label} has computed wrong bits")
+
+
 def _leaving(job: Job, worker: Worker, message: Mapping[str, Any]) -> None:
     job_end.mark_leaving(job, worker, str(message.get("why")))
 
@@ -165,4 +172,4 @@ def _number(value: object, default: int) -> Any:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
-_SAID = {"join": _join, "alive": _alive, "drain": _drain, "leaving": _leaving}
+_SAID = {"join": _join, "alive": _alive, "drain": _drain, "wrong": _wrong, "leaving": _leaving}

@@ -18,6 +18,7 @@ def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
     """Set the slots that may be used. Workers on removed slots leave at the next round."""
     for name, slots in hosts.items():
         host = job.hosts.setdefault(name, Host(name, name in local))
+        slots = 0 if host.left_out else slots
         if host.slots != slots:
             text = f"{name}: {host.slots} -> {slots} slot(s)" if job.round else ""
             job.log_event("slots", text, host=name, slots=slots)
@@ -32,6 +33,20 @@ def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
             worker.leave_reason = f"{worker.host} no longer has a slot for it"
         elif fits and not worker.drained:
             worker.leave_reason = ""
+
+
+def leave_out(job: Job, host: Host, why: str) -> None:
+    """Use no slot of a host from now on, if the others have enough."""
+    room = sum(other.slots for other in job.hosts.values() if other is not host and not other.failures)
+    if host.left_out or not job.limits.elastic or room < job.limits.least:
+        stays = f"{host.name} stays: without it there would be too few ranks"
+        job.log_event("wrong", f"{why}; {stays}" if job.limits.elastic else why, host=host.name)
+        return
+    host.left_out, host.slots = True, 0
+    job.log_event("wrong", f"{why}: {host.name} is left out for the rest of the job", host=host.name)
+    for worker in job.workers.values():
+        if worker.host == host.name and not worker.leave_reason:
+            worker.leave_reason = "its host has computed wrong bits"
 
 
 def start_missing(job: Job) -> None:

@@ -17,6 +17,7 @@ From a rank:
              in a collective
     drain    {}      it received SIGTERM: it leaves at the next step boundary, the other ranks continue
     leaving  {"why"}   its training has ended (finished, stop_at, a signal's name), and it exits by itself
+    wrong    {"round", "rank"}   that rank has computed wrong bits: its host should be left out
     held     {}      it holds its `lifeline`; only the agent reads this
 
 To a rank:

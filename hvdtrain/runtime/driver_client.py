@@ -150,6 +150,10 @@ class DriverClient:
         self._leaving = True
         self._channel.send("leaving", why=why)
 
+    def report_wrong(self, rank: int) -> None:
+        """Report that a rank of this round has computed wrong bits."""
+        self._channel.send("wrong", round=self.round, rank=rank)
+
     def close(self) -> None:
         """Close the connection."""
         self._leaving = True

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.past_journal import read_journal
-from tests.support.chaos_rank import EXCEPTION, MEETING
+from hvdtrain.observe.past_journal import read_events, read_journal
+from tests.support.chaos_rank import EXCEPTION, MEETING, WRONG_BITS
 from tests.support.scenario import STEPS, Hosts, Scenario, nothing_lost
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,18 @@ def test_a_rank_dies_while_the_others_meet(tmp_path: Path, losses: Losses) -> No
         job.finish()
     sizes = job.sizes()
     assert sizes in ([2, 3, 2, 3], [2, 3, 3]), "\n".join(job.said)  # a new rank may come before the next round
+
+
+def test_a_host_with_wrong_bits_is_left_out(tmp_path: Path, losses: Losses) -> None:
+    options = ("-np", "3", "--elastic", "1:3", "-H", "localhost:2,127.0.0.1:1")
+    checked = ("--train.reproducible=bits", "--train.verify_every=1")
+    job = Scenario(tmp_path, *options, fault=WRONG_BITS, rank=2, train=checked)
+    with nothing_lost(job.run, losses), job:
+        job.until("127.0.0.1 is left out for the rest of the job")
+        job.until("round 2: 2 rank(s) on 1 host(s)")
+        job.finish()
+    (event,) = read_events(job.run / "journal.jsonl", "wrong_rank")
+    assert (event["rank"], event["at_step"]) == (2, 12) and job.sizes() == [3, 2]
 
 
 @pytest.mark.parametrize("hosts", [1, 2])

@@ -495,6 +495,29 @@ class TestRemoval:
         job.wait(15)
         assert len(job.round()) == 4
 
+    def test_the_host_of_a_wrong_rank_is_left_out(self, job: World) -> None:
+        wrong = job.by_rank(3)
+        job.say(job.by_rank(0), "wrong", round=1, rank=3)
+        assert f"{wrong.host} is left out" in job.said[-1]
+        job.hosts(TWO_HOSTS)
+        job.wait(300)
+        assert sizes(job) == [4, 2] and wrong.host not in {w.host for w in job.round()}
+
+    @pytest.mark.parametrize(
+        ("limits", "hosts", "round"), [(ELASTIC, {"a": 4}, 1), (replace(ELASTIC, elastic=False), TWO_HOSTS, 1)]
+    )
+    def test_it_stays_if_the_job_needs_it(self, limits: Limits, hosts: dict[str, int], round: int) -> None:
+        job = world(limits, hosts)
+        job.say(job.by_rank(0), "wrong", round=round, rank=3)
+        assert "wrong bits" in job.said[-1] and not said(job, "left out")
+        job.wait(60)
+        assert sizes(job) == [4]
+
+    def test_a_report_of_an_earlier_round_counts_no_more(self, job: World) -> None:
+        job.exit(job.by_rank(1))
+        job.say(job.round()[0], "wrong", round=1, rank=1)
+        assert not said(job, "wrong bits")
+
 
 class TestEnd:
     def test_the_first_to_finish_does_not_end_the_others(self, job: World) -> None:

@@ -21,6 +21,8 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 FAULTS = (*SIGNALS, "link cut", "disk full")
 EXCEPTION = "exception"
 """A fault that is not of the matrix: an error in the program."""
+WRONG_BITS = "wrong bits"
+"""Another one: an element of a gradient is another number, in one micro-batch."""
 
 SPANS = {
     "data": "data",
@@ -77,10 +79,26 @@ class Order:
             os.kill(os.getpid(), signal.Signals[facts["fault"]])
         elif facts["fault"] == EXCEPTION:
             raise ValueError("as it was ordered")
+        elif facts["fault"] == WRONG_BITS:
+            _change_a_gradient()
         elif facts["fault"] == "disk full":
             with suppress(OSError), Path(facts["folder"], BALLAST).open("wb", buffering=0) as ballast:
                 while ballast.write(bytes(1 << 16)):
                     pass
+
+
+def _change_a_gradient() -> None:
+    from hvdtrain.exchange import in_order
+
+    right = in_order.as_leaf
+
+    def wrong(gradient: Any) -> Any:
+        in_order.as_leaf = right
+        leaf = right(gradient).clone()
+        leaf.view(-1)[0] += 1.0
+        return leaf
+
+    in_order.as_leaf = wrong
 
 
 def _before(owner: type, name: str, act: Callable[..., None]) -> None:

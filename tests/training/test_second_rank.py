@@ -91,10 +91,17 @@ def _task(rank: int, plan: Plan, fault: type[_Fault] = _Fault) -> Task:
     return Task(model, loss, data, data, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
-def _train(folder: Path, *options: str, size: int, steps: int = 6, plan: Plan = lambda step: (-1, "")) -> Recorded:
+def _train(
+    folder: Path,
+    *options: str,
+    size: int,
+    steps: int = 6,
+    plan: Plan = lambda step: (-1, ""),
+    fault: type[_Fault] = _Fault,
+) -> Recorded:
     given = (*UNOBSERVED, f"--train.global_batch={2 * PASSES * size}", "--train.micro_batch=2", "--checkpoint.every=0")
     given += (f"--train.steps={steps}", f"--run_dir={folder / 'run'}", *options)
-    train_on_threads(*given, size=size, build=partial(_task, plan=plan), callbacks=[_Steps()])
+    train_on_threads(*given, size=size, build=partial(_task, plan=plan, fault=fault), callbacks=[_Steps()])
     return Recorded(folder, 0, "", "")
 
 
@@ -166,11 +173,13 @@ def test_a_rank_that_is_always_wrong_ends_training(size: int, text: str, tmp_pat
     [((1.0, 2.0, 1.0), 1), ((2.0, 1.0, 1.0), 0), ((1.0, 2.0, 3.0), None), ((1.0, 1.0, 2.0, 2.0), None)],
 )
 def test_the_copy_of_most_ranks_counts(values: tuple[float, ...], wrong: int | None) -> None:
+    reported = list[int]()
+
     def body(comm: ThreadComm) -> tuple[list[Any], float]:
         told, model = list[Any](), nn.Linear(2, 1)
         nn.init.constant_(model.weight, values[comm.rank])
         nn.init.zeros_(model.bias)
-        second = SecondRank(1, "a", lambda facts, text: told.append(facts["rank"]))
+        second = SecondRank(1, "a", lambda facts, text: told.append(facts["rank"]), reported.append)
         second._stepper = SimpleNamespace(  # type: ignore[assignment]
             comm=comm, model=model, spans=SimpleNamespace(step=3), device=torch.device("cpu")
         )
@@ -183,6 +192,16 @@ def test_the_copy_of_most_ranks_counts(values: tuple[float, ...], wrong: int | N
 
     kept = list(values) if wrong is None else [1.0] * len(values)
     assert on_ranks(len(values), body) == [([wrong], value) for value in kept]
+    assert reported == ([] if wrong is None else [wrong]), "by one of the others"
+
+
+def test_the_first_step_of_a_round_is_checked(tmp_path: Path) -> None:
+    class First(_Fault):
+        def _is_now(self, kind: str) -> bool:
+            return (kind, self.rank, self.step, self.passes) == ("gradient", 1, 1, 1 + 1)
+
+    found = _train(tmp_path, *CHECKED[:1], "--train.verify_every=50", size=3, fault=First)
+    assert [(event["rank"], event["at_step"]) for event in found.events("wrong_rank")] == [(1, 1)]
 
 
 def test_what_cannot_be_repeated_is_refused(tmp_path: Path) -> None:

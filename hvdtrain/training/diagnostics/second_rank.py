@@ -47,16 +47,21 @@ class ContradictionError(Exception):
 class SecondRank(StepPart):
     """In one step of `every`, each rank repeats a micro-batch of the next rank, and all compare.
 
-    If two differ, a third rank repeats it, too. Of two ranks, the one is wrong that contradicts itself. Then all repeat
-    the step. Before such a step, a rank gets the parameters of the others where all others differ from its own.
+    So it is in the first step of a round. If two differ, a third rank repeats it, too. Of two ranks, the one is wrong
+    that contradicts itself. Then all repeat the step. Before such a step, a rank gets the parameters of the others
+    where all others differ from its own.
 
     Args:
         host: of this rank.
         tell: called with the facts of an event, and what to show, on every rank.
+        report: called with the number of a wrong rank, on one of the others.
     """
 
-    def __init__(self, every: int, host: str, tell: Callable[[dict[str, Any], str], None]) -> None:
-        self._every, self._host, self._tell = every, host, tell
+    def __init__(
+        self, every: int, host: str, tell: Callable[[dict[str, Any], str], None], report: Callable[[int], None]
+    ) -> None:
+        self._every, self._host, self._tell, self._report = every, host, tell, report
+        self._is_first = True
         self._stepper: Stepper
         self._stream: Stream
         self._due = False
@@ -70,7 +75,8 @@ class SecondRank(StepPart):
         Errors: DriftError: a rank is wrong, and nobody can tell which one; or a rank is wrong again. On every rank.
         """
         step = stepper.spans.step
-        if step % self._every or stepper.comm.size == 1:
+        is_due, self._is_first = self._is_first or step % self._every == 0, False
+        if not is_due or stepper.comm.size == 1:
             return run(batches)
         self._stepper, self._stream, self._due = stepper, stream, True
         try:
@@ -171,6 +177,8 @@ class SecondRank(StepPart):
         for name in unequal:
             comm.broadcast(every[name].data, name=f"second_rank/{name}", root=root).wait()
         done = f"its copy is that of rank {root} now" if unequal else "it was not used: the step is repeated"
+        if comm.rank == root:
+            self._report(rank)
         place = ", ".join(f"{kind} {value}" for kind, value in places[rank].items())
         self._tell(
             {**facts, "rank": rank, **places[rank]},
@@ -244,4 +252,4 @@ def make_second_rank(current: Round) -> SecondRank | None:
         if text:
             recorder.warn(text)
 
-    return SecondRank(train.verify_every, current.worker.info.host, tell)
+    return SecondRank(train.verify_every, current.worker.info.host, tell, current.rounds.report_wrong)
