@@ -61,9 +61,20 @@ class EvaluationProgress:
 
 
 class Soak:
-    """One job and who strikes it."""
+    """One job and who strikes it: about every `gap_s`, with one of `signals`."""
 
-    def __init__(self, folder: Path, train: list[str], seed: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        train: list[str],
+        seed: int,
+        *,
+        ranks: int = RANKS,
+        gap_s: float = GAP_S,
+        pace_s: float = PACE_S,
+        signals: Sequence[str] = SIGNALS,
+    ) -> None:
+        self._ranks_wanted, self._gap_s, self._pace_s, self._signals = ranks, gap_s, pace_s, signals
         self.folder, self.run = folder, folder / "run"
         self.strikes: list[dict[str, Any]] = []
         self.seen: dict[int, EvaluationProgress] = {}
@@ -73,22 +84,23 @@ class Soak:
 
     def train(self, strike_s: float) -> int:
         """Run it to its end, striking for so many seconds; the exit code."""
-        rank = [sys.executable, str(RANK), str(self.folder / "order"), str(PACE_S), *self._train]
-        options = ["-np", str(RANKS), "--elastic", f"1:{RANKS}", "--restarts", "100"]
+        rank = [sys.executable, str(RANK), str(self.folder / "order"), str(self._pace_s), *self._train]
+        ranks = self._ranks_wanted
+        options = ["-np", str(ranks), "--elastic", f"1:{ranks}", "--restarts", "100"]
         launch = [sys.executable, "-c", LAUNCH, json.dumps([*rank, f"--run_dir={self.run}"]), *options]
         environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), MARK: self._mark}
         with (self.folder / "said").open("w") as said:
             command = [*launch, "--events", str(self.folder / "events")]
             driver = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=said, stderr=said)
             began = time.time()
-            strike_at = time.time() + GAP_S
+            strike_at = time.time() + self._gap_s
             while driver.poll() is None:
                 with suppress(subprocess.TimeoutExpired):
                     driver.wait(LOOK_S)
                 self._look(driver.pid)
                 if strike_at <= time.time() < began + strike_s:
                     self._strike()
-                    strike_at = time.time() + self._random.expovariate(1 / GAP_S)
+                    strike_at = time.time() + self._random.expovariate(1 / self._gap_s)
         return driver.returncode
 
     def left(self) -> list[psutil.Process]:
@@ -116,7 +128,7 @@ class Soak:
             return
         spare = self._random.random() < SPARED
         victim = self._random.choice(ranks[1:] if spare else ranks)
-        name = self._random.choice(SIGNALS)
+        name = self._random.choice(self._signals)
         with suppress(psutil.Error):
             victim.send_signal(signal.Signals[name])
             self.strikes.append({"time": time.time(), "signal": name, "oldest": victim == ranks[0]})
