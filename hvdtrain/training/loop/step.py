@@ -19,8 +19,7 @@ from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.step_part import StepPart
-from hvdtrain.training.loop.unused_parameters import count_users
-from hvdtrain.training.loop.update import StepResult, Update
+from hvdtrain.training.loop.update import StepResult, Update, count_users
 
 
 @dataclass

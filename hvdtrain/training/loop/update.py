@@ -1,10 +1,11 @@
-"""Decide by the sums of a step whether to apply it, and apply it: unscale, clip, update."""
+"""Decide by the sums of a step whether to apply it, and apply it: unscale, clip, update what any rank has used."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.host_copy import HostCopy
-from hvdtrain.training.loop.unused_parameters import begin_momentum, used_by_nobody
 
 _COUNT = 5
 """Numbers that decide on a step: see `Update._read`."""
+
+_BITS = 52
+"""Bits of a whole number that float64 holds exactly."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Update:
         """Update the parameters, unless the step is skipped."""
         if self._result is None or self._result.applied:
             if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
-                begin_momentum(self.engine.optimizer)
+                _begin_momentum(self.engine.optimizer)
                 self._updated |= new
             self._step()
 
@@ -166,3 +169,43 @@ def takes_scale(optimizer: Optimizer) -> bool:
     """
     own = type(optimizer).__module__.startswith("torch.optim.")
     return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@lru_cache(maxsize=8)
+def count_users(unused: tuple[bool, ...], ranks: int) -> list[int]:
+    """Return whole numbers. Their sums over `ranks` ranks count the users of each parameter, several in one.
+
+    Args:
+        unused: for each parameter, whether this rank has not used it.
+        ranks: the world size.
+    """
+    count, base = _in_one(ranks), ranks + 1
+    return [
+        sum(base**digit for digit, each in enumerate(unused[begin : begin + count]) if not each)
+        for begin in range(0, len(unused), count)
+    ]
+
+
+def used_by_nobody(sums: Sequence[int], unused: Sequence[bool], ranks: int) -> list[int]:
+    """Return the positions of the parameters without a user, from the sums of `count_users`."""
+    count, base = _in_one(ranks), ranks + 1
+    return [n for n, each in enumerate(unused) if each and not sums[n // count] // base ** (n % count) % base]
+
+
+def _begin_momentum(optimizer: Optimizer) -> None:
+    """Give parameters that torch's fused SGD updates for the first time a momentum of zero, if others have one.
+
+    Its kernel takes the momentum of all or of none, and fails otherwise. With dampening zero is not right: it fails.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+            states = [optimizer.state[parameter] for parameter in group["params"] if parameter.grad is not None]
+            if any(state.get("momentum_buffer") is not None for state in states):
+                for parameter in group["params"]:
+                    if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def _in_one(ranks: int) -> int:
+    """Return how many counts of at most `ranks` one number holds."""
+    return int(_BITS / math.log2(ranks + 1))
