@@ -67,11 +67,6 @@ class BalanceLoss(StepPart):
             )
         return self._factor * torch.stack([self._of_router(*each) for each in chosen]).sum()
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
     def _on_forward(self, router: nn.Module, inputs: Any, output: Any) -> None:
         self._has_run = True
         # Nothing is computed here: within a block, a recomputation in backward would have to do the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -67,20 +67,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass writes to persistent buffers; not to those that all ranks write together."""
-    own = (place for place in all_buffers(model) if not isinstance(place[0], Synchronized))
-    copies = copy_to_host(place for place in own if _is_saved(place))
-    try:
-        yield
-    finally:
-        for copy in copies:
-            copy.restore()
-
-
-@contextmanager
 def restored_on_device(block: nn.Module) -> Iterator[None]:
-    """Do the same without waiting for the device, with copies there."""
+    """Undo what a forward pass writes to persistent buffers, without waiting for the device: copies are there."""
     copies = _copy_on_device([place for place in all_buffers(block) if _is_saved(place)])
     try:
         yield
@@ -117,9 +105,16 @@ class Rollback(StepPart):
         elif self._written:
             self._copies = _copy_on_device(self._written)
 
-    def around_repeated(self) -> AbstractContextManager[object]:
-        """Undo what the passes within write."""
-        return restored_buffers(self._model)
+    @contextmanager
+    def around_repeated(self) -> Iterator[None]:
+        """Undo what the passes within write to persistent buffers; not to those that all ranks write together."""
+        own = (place for place in all_buffers(self._model) if not isinstance(place[0], Synchronized))
+        copies = copy_to_host(place for place in own if _is_saved(place))
+        try:
+            yield
+        finally:
+            for copy in copies:
+                copy.restore()
 
     def abort(self) -> None:
         """Restore the buffers."""

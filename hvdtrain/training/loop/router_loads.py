@@ -161,11 +161,6 @@ class RouterLoads(StepPart):
                 layers[name] = {"tokens": sum(loads), "busiest": busiest, "entropy": _entropy(loads)}
         self._event({"event": "experts", "at_step": step, "layers": {name: layers[name] for name in self._routers}})
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
 
 def _entropy(loads: list[float]) -> float:
     """Return the entropy of the loads over that of equal loads: 1 if all are equal, 0 if one expert has all."""

@@ -137,9 +137,19 @@ class Saving:
 
     def catch_up(self, requests: Callable[[], list[int]]) -> None:
         """Do the evaluation and the save due at this step, if a lost rank prevented them. Collective: yes."""
-        unsaved, unevaluated = self._is_unsaved(), self._is_unevaluated()
-        evaluated = self.evaluate() if unevaluated or (unsaved and self.is_evaluation_due()) else None
         step = self._state.progress.step
+
+        def is_missing() -> bool:
+            assert self._store is not None
+            return all(saved.step != step for saved in self._store.list())
+
+        def is_unevaluated() -> bool:  # as far as rank 0 knows
+            return 0 <= self._worker.evaluated < step
+
+        unsaved = self.is_save_due() and on_rank_0(self._comm, is_missing, name="owed")
+        is_due = self.is_evaluation_due()
+        unevaluated = is_due and on_rank_0(self._comm, is_unevaluated, name="unseen")
+        evaluated = self.evaluate() if unevaluated or (unsaved and is_due) else None
         if self.is_best(evaluated) or unsaved:
             self.save(evaluated, wait=step == self.current.stop, requests=requests)
         self._worker.evaluated = step
@@ -206,23 +216,6 @@ class Saving:
                 f" starts without them: {listed(names, rest=ETC)}; let it keep tensors"
                 " in its state, and numbers in its state or its groups"
             )
-
-    def _is_unsaved(self) -> bool:
-        """Return whether the checkpoint due at this step is missing. Collective: yes."""
-        if not self.is_save_due():
-            return False
-
-        def is_missing() -> bool:
-            assert self._store is not None
-            return all(saved.step != self._state.progress.step for saved in self._store.list())
-
-        return on_rank_0(self._comm, is_missing, name="owed")
-
-    def _is_unevaluated(self) -> bool:
-        """Return whether the evaluation due at this step is missing, as far as rank 0 knows. Collective: yes."""
-        if not self.is_evaluation_due():
-            return False
-        return on_rank_0(self._comm, lambda: 0 <= self._worker.evaluated < self._state.progress.step, name="unseen")
 
     def is_evaluation_due(self) -> bool:
         """Return whether an evaluation is due after the newest step."""
