@@ -140,8 +140,9 @@ def evaluate_tasks(
     answering = import_module("lm_eval.models.huggingface").HFLM(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1
     )
+    tokens = answering._loglikelihood_tokens
     # loglikelihood_rolling would show a progress bar for each document.
-    answering._loglikelihood_tokens = partial(_quiet, answering._loglikelihood_tokens)
+    answering._loglikelihood_tokens = lambda *given, **options: tokens(*given, **{**options, "disable_tqdm": True})
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(answering, kind, partial(_answer_all, getattr(answering, kind), comm))
     manager = import_module("lm_eval.tasks").TaskManager(include_path=None if folder is None else str(folder))
@@ -169,10 +170,6 @@ def evaluate_tasks(
             " HF_HUB_OFFLINE=1 here",
         ) from error
     return {name: _metrics(values) for name, values in found["results"].items()}, found["samples"]
-
-
-def _quiet(answer: Callable[..., list[Any]], requests: Any, disable_tqdm: bool = True, **options: Any) -> list[Any]:
-    return answer(requests, disable_tqdm=True, **options)
 
 
 def _answer_all(answer: Callable[..., list[Any]], comm: Comm, requests: Sequence[Any], **options: Any) -> list[Any]:

@@ -105,12 +105,9 @@ def _jumped(window: Sequence[float], value: float) -> float | None:
 
 
 def _stands_out(window: Sequence[float], median: float, value: float, least: float) -> bool:
-    return abs(value - median) > _DEVIATIONS * max(_deviation(window, median), least)
-
-
-def _deviation(values: Sequence[float], median: float) -> float:
-    """Return the standard deviation, for a normal distribution, from the median absolute deviation."""
-    return 1.4826 * median_of([x - median if x > median else median - x for x in values])
+    # For a normal distribution, the standard deviation is 1.4826 times the median absolute deviation.
+    deviation = 1.4826 * median_of([x - median if x > median else median - x for x in window])
+    return abs(value - median) > _DEVIATIONS * max(deviation, least)
 
 
 @dataclass

@@ -178,16 +178,13 @@ def make_router_loads(
 
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers that have a weight for each expert, by name: modules that are named router or gate."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if (_NAME.fullmatch(name.rpartition(".")[2]) or _KIND.search(type(module).__name__)) and _is_router(module)
-    }
-
-
-def _is_router(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and whole_shape(weight)[0] > 1
+    found = {}
+    for name, module in model.named_modules():
+        if _NAME.fullmatch(name.rpartition(".")[2]) or _KIND.search(type(module).__name__):
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and whole_shape(weight)[0] > 1:
+                found[name] = module
+    return found
 
 
 class TokenCounter:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,31 +58,26 @@ def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Pat
         end = time.monotonic() + (_RELEASE_S if earlier is not None else 0.0)
         while True:
             try:
-                claimed = claim_run_directory(wanted, worker.info.variables.get(JOB, ""), folder)
-                _or_release(claimed, partial(claim_store, run, claimed))
+                with ExitStack() as stack:
+                    claimed = claim_run_directory(wanted, worker.info.variables.get(JOB, ""), folder)
+                    stack.callback(claimed.release)
+                    claim_store(run, claimed)
+                    if earlier is None:
+                        check_files(claimed)
+                        fetch_run(run, claimed)
+                        check_end(run, claimed, worker.horizon)
+                    stack.pop_all()
             except RunDirectoryError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)
                 continue
-            if earlier is None:
-                _or_release(claimed, partial(check_files, claimed))
-                _or_release(claimed, partial(fetch_run, run, claimed))
-                _or_release(claimed, partial(check_end, run, claimed, worker.horizon))
             claims.append(claimed)
             given = Path(wanted.config.run_dir or RUNS)
             return str(claimed.path if given.is_absolute() else claimed.path.relative_to(folder))
 
     worker.directory = Path(on_rank_0(comm, claim, name="run_dir"))
     return folder / worker.directory, claims[0] if claims else None
-
-
-def _or_release(claimed: RunDirectory, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except BaseException:
-        claimed.release()
-        raise
 
 
 class ClaimWatch:
