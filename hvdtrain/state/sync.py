@@ -54,9 +54,8 @@ def broadcast_state(
         if state.frozen is not None:
             frozen = {name: t for name, t in own_state.tensors["model"].items() if name in state.frozen.names}
             tensors["model"] = {**source.tensors["model"], **frozen}
-        as_loaded = {
-            key: source.values.get(key) for key in ("optimizer", "exchange")
-        }  # not what `root` has made of them
+        # Not what `root` has made of them.
+        as_loaded = {key: source.values.get(key) for key in ("optimizer", "exchange")}
         own_state = StateDict(tensors, {**own_state.values, **as_loaded})
     here: dict[str, Tensor] = {}
     if placed and source is None:
@@ -64,7 +63,12 @@ def broadcast_state(
         here = {name: tensor for name, tensor in own_state.tensors["model"].items() if name in parameters}
         others = {name: tensor for name, tensor in own_state.tensors["model"].items() if name not in parameters}
         own_state = StateDict({**own_state.tensors, "model": others}, own_state.values)
-    own_spec = {**_spec(own_state), "model": _whole_model(held), "is_loaded": source is not None}
+    tensor_specs = {
+        group: {name: [list(shape), str(dtype)] for name, (shape, dtype) in specs(entries).items()}
+        for group, entries in own_state.tensors.items()
+    }
+    facts = {"values": dict(own_state.values), "model": _whole_model(held), "is_loaded": source is not None}
+    own_spec = {"tensors": tensor_specs, **facts}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
     received: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
@@ -189,14 +193,6 @@ def assemble_pieces(state: StateDict, own: Sequence[Piece], comm: Comm, root: in
         others = tensors.get(group)
         tensors[group] = {**others, **assembly} if others else assembly
     return StateDict(tensors, state.values)
-
-
-def _spec(state: StateDict) -> dict[str, Any]:
-    tensors = {
-        group: {name: [list(shape), str(dtype)] for name, (shape, dtype) in specs(entries).items()}
-        for group, entries in state.tensors.items()
-    }
-    return {"tensors": tensors, "values": dict(state.values)}
 
 
 def _whole_model(state: StateDict) -> dict[str, Any]:

@@ -88,12 +88,6 @@ class BalanceLoss(StepPart):
         return loss
 
 
-def _is_elsewhere(parameter: nn.Parameter) -> bool:
-    """Return whether another stage of a pipeline has a parameter."""
-    place = on_stages(parameter)
-    return place is not None and parameter.shape != place.whole
-
-
 def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *, compiled: bool) -> BalanceLoss | None:
     """Return the loss of this rank's routers; None if it has none, or if `factor` is 0.
 
@@ -119,5 +113,7 @@ def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *
             next_step=f"leave out {_OPTION}",
             everywhere=True,
         )
-    own = [router for router in routers.values() if not any(map(_is_elsewhere, router.parameters()))]
+    # Not those that another stage of a pipeline has.
+    places = {router: [(p.shape, on_stages(p)) for p in router.parameters()] for router in routers.values()}
+    own = [router for router, of in places.items() if all(place is None or shape == place.whole for shape, place in of)]
     return BalanceLoss(own, factor) if own else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -67,14 +67,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def restored_on_device(block: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass writes to persistent buffers, without waiting for the device: copies are there."""
-    copies = _copy_on_device([place for place in all_buffers(block) if _is_saved(place)])
+def _restored(copies: list[Copied]) -> Iterator[None]:
     try:
         yield
     finally:
         for copy in copies:
             copy.restore()
+
+
+def restored_on_device(block: nn.Module) -> AbstractContextManager[object]:
+    """Undo what a forward pass writes to persistent buffers, without waiting for the device: copies are there."""
+    return _restored(_copy_on_device([place for place in all_buffers(block) if _is_saved(place)]))
 
 
 class Rollback(StepPart):
@@ -105,16 +108,10 @@ class Rollback(StepPart):
         elif self._written:
             self._copies = _copy_on_device(self._written)
 
-    @contextmanager
-    def around_repeated(self) -> Iterator[None]:
+    def around_repeated(self) -> AbstractContextManager[object]:
         """Undo what the passes within write to persistent buffers; not to those that all ranks write together."""
         own = (place for place in all_buffers(self._model) if not isinstance(place[0], Synchronized))
-        copies = copy_to_host(place for place in own if _is_saved(place))
-        try:
-            yield
-        finally:
-            for copy in copies:
-                copy.restore()
+        return _restored(copy_to_host(place for place in own if _is_saved(place)))
 
     def abort(self) -> None:
         """Restore the buffers."""

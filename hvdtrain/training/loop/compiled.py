@@ -26,7 +26,12 @@ def compile_blocks(model: nn.Module, *, without_hooks: bool = False) -> int:
     next_step = "call .compile() on the parts of the model in the task, or leave --train.compile false"
     found = require_blocks(model, "--train.compile true", "compile", next_step)
     found = [block for block in found if not isinstance(block, nn.SyncBatchNorm)]  # ranks meet in it
-    _raise_limits(len(found) * _VARIANTS)
+    import torch._dynamo.config as limits  # takes seconds
+
+    # Different blocks of one class (other widths, strides, layer indices) share one function. After 8 variants of it,
+    # including those for evaluation, torch would leave the other blocks uncompiled.
+    limits.recompile_limit = max(limits.recompile_limit, len(found) * _VARIANTS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, len(found) * _VARIANTS)
     for block in found:
         # `nn.Module.compile` skips the forward of torch's own classes, such as `nn.Sequential`.
         if without_hooks or type(block).forward.__module__.startswith("torch.nn."):
@@ -34,15 +39,3 @@ def compile_blocks(model: nn.Module, *, without_hooks: bool = False) -> int:
         else:
             block.compile()
     return len(found)
-
-
-def _raise_limits(count: int) -> None:
-    """Let one function be compiled `count` times.
-
-    Different blocks of one class (other widths, strides, layer indices) share one function. After 8 variants of it,
-    including those for evaluation, torch would leave the other blocks uncompiled.
-    """
-    import torch._dynamo.config as limits  # takes seconds
-
-    limits.recompile_limit = max(limits.recompile_limit, count)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, count)
