@@ -96,8 +96,6 @@ class Saving:
             if (found := self.measure()) is not None:
                 self._callbacks.on_evaluation(found)
                 self._best.check(found.metrics)
-                if self._callbacks.why is not None:
-                    self.current.ended_at = self._state.progress.step
         if found is not None:
             facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
             facts["seconds"] = time.perf_counter() - began_s

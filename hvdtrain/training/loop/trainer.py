@@ -113,7 +113,6 @@ class Trainer:
 
         asked_at = -1
         self._callbacks.begin(Training(self.current, self._worker.device, saving.measure), self.current.comm)
-        self._end_if_asked()
         if progress.step == 0:
             saving.evaluate()
         elif self.current.rounds.elastic:
@@ -137,7 +136,6 @@ class Trainer:
                 is_first = False
                 self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
                 self._show_memory()
-            self._end_if_asked()
             reason = stop_reason(result.sums)
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.sums[SAVE]) and progress.step > asked_at + 1
@@ -159,10 +157,6 @@ class Trainer:
                 return RANKS_CHANGE
         done = "finished" if progress.step >= self._worker.horizon else "stop_at"
         return self._end(self._callbacks.why or done)
-
-    def _end_if_asked(self) -> None:
-        if self._callbacks.why is not None:
-            self.current.ended_at = self._state.progress.step
 
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
