@@ -13,7 +13,6 @@ import yaml
 
 from hvdtrain.config.schema import Config
 
-_TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _METAVARS = {
     **dict.fromkeys(("run_dir", "model.from", "data.dataset"), "DIR"),
     **dict.fromkeys(("model.config", "data.tokens", "data.tokenizer"), "FILE"),
@@ -38,7 +37,7 @@ class Option:
     effect: str  # the description from its docstring
     default: Any  # as YAML would give it
     required: bool  # True if it has no default
-    values: str  # the accepted values in words
+    hint: Any  # the type of its values
     choices: tuple[str, ...]  # all accepted values, if they are few
     metavar: str  # the placeholder for its value in help
 
@@ -79,7 +78,7 @@ def list_options(parser: jsonargparse.ArgumentParser) -> Options:
                     effect=(action.help or "").strip(),
                     default=_lookup(plain, action.dest),
                     required=action.required,
-                    values=_in_words(hint),
+                    hint=hint,
                     choices=_choices(hint),
                     metavar=_metavar(hint, action.dest),
                 )
@@ -165,18 +164,3 @@ def _metavar(hint: Any, name: str) -> str:
         if members[0] in (int, float):
             return "N" if members[0] is int else "X"
     return _METAVARS.get(name, name.rpartition(".")[2].upper())
-
-
-def _in_words(hint: Any) -> str:
-    """Describe a type as a person would."""
-    if hint in _TYPE_NAMES:
-        return _TYPE_NAMES[hint]
-    if get_origin(hint) is Literal:
-        *others, last = map(str, get_args(hint))
-        return " or ".join(filter(None, [", ".join(others), last]))
-    if len(members := _members(hint)) > 1:
-        return " or ".join(map(_in_words, members))
-    if get_origin(hint) is list:
-        return f"list of {_in_words(get_args(hint)[0])}"
-    name = str(getattr(hint, "__name__", hint))
-    return "anything" if name in ("Any", "None", "Untyped") else name

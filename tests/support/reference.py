@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from types import FunctionType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import hvdtrain
 from hvdtrain.config.options import Option, Options, list_options
@@ -23,6 +23,7 @@ _HEAD = """\
 The [options of training](#options), and [the names of `import hvdtrain`](#python). `make reference` writes this page.
 Options of commands are in `hvdtrain COMMAND --help`."""
 
+_TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _ELSEWHERE = {"Config", "__version__"}
 
 
@@ -52,8 +53,28 @@ def _tables(made: Options, options: Sequence[Option], of: str) -> Iterator[str]:
 
 def _row(option: Option) -> str:
     given = option.default if isinstance(option.default, str) else json.dumps(option.default)
-    cells = [f"`--{option.name}`", option.values, "required" if option.required else f"`{given}`", option.effect]
+    cells = [
+        f"`--{option.name}`",
+        _in_words(option.hint),
+        "required" if option.required else f"`{given}`",
+        option.effect,
+    ]
     return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _in_words(hint: Any) -> str:
+    """Describe a type as a person would."""
+    if hint in _TYPE_NAMES:
+        return _TYPE_NAMES[hint]
+    if get_origin(hint) is Literal:
+        *others, last = map(str, get_args(hint))
+        return " or ".join(filter(None, [", ".join(others), last]))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(hint)))
+    if get_origin(hint) is list:
+        return f"list of {_in_words(get_args(hint)[0])}"
+    name = str(getattr(hint, "__name__", hint))
+    return "anything" if name in ("Any", "None", "Untyped") else name
 
 
 def _python() -> Iterator[str]:

@@ -53,7 +53,8 @@ def build_engine(current: Round) -> Engine:
     plan.dimensions.check(comm.size)
     plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.micro_batch))
     current.batch_norm = synchronize_batch_norm(model, comm, plan)
-    is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
+    # Workers that train apart exchange no gradients.
+    is_timed = comm.rank == 0 and run.config.observe.timeline != "off" and plan.outer is None
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
     try:
@@ -67,9 +68,7 @@ def build_engine(current: Round) -> Engine:
         ready.close()
         # FSDP sums gradients by module: hooks of parameters do not run.
         ready = GradientMarks(model, spans, on_cuda=ready.on_cuda) if plan.engine != "fsdp" else None
-    if ready is not None and isinstance(engine, PeriodicEngine):  # ranks exchange no gradients
-        ready.close()
-    elif ready is not None:
+    if ready is not None:
         path, host = current.layout.timeline.gradients, read_host(variables)
         recorder.add_watcher(GradientTimes(ready, engine, comm, spans, path, recorder.warn, host))
     return engine
