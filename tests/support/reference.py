@@ -12,7 +12,7 @@ from types import FunctionType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import hvdtrain
-from hvdtrain.config.options import Option, Options, list_options
+from hvdtrain.config.options import Option, list_options
 from hvdtrain.config.parse import make_parser
 from hvdtrain.task.base import NAMED, load_task_function
 from hvdtrain.training.callbacks.base import Training
@@ -35,16 +35,15 @@ def page() -> str:
 def _sections() -> Iterator[str]:
     yield "\n## Options"
     tasks = {name: list_options(make_parser(load_task_function(name))) for name in sorted(NAMED)}
-    shared = set.intersection(*({_row(option) for option in made.options} for made in tasks.values()))
+    shared = set.intersection(*({_row(option) for option in made} for made in tasks.values()))
     first = next(iter(tasks.values()))
-    yield from _tables(first, [option for option in first.options if _row(option) in shared], "")
+    yield from _tables([option for option in first if _row(option) in shared], "")
     for name, made in tasks.items():
-        yield from _tables(made, [option for option in made.options if _row(option) not in shared], f" of task {name}")
+        yield from _tables([option for option in made if _row(option) not in shared], f" of task {name}")
 
 
-def _tables(made: Options, options: Sequence[Option], of: str) -> Iterator[str]:
-    for section, rows in groupby(options, key=lambda option: option.section):
-        title = made.titles.get(section, "")
+def _tables(options: Sequence[Option], of: str) -> Iterator[str]:
+    for (section, title), rows in groupby(options, key=lambda option: (option.section, option.title)):
         yield f"\n### {section or 'task and run'}{of}\n"
         yield from [f"{title}.\n"] if title else []
         yield "| option | values | default | effect |\n|---|---|---|---|"

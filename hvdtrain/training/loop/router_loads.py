@@ -168,14 +168,6 @@ def _entropy(loads: list[float]) -> float:
     return -sum(share * math.log(share) for share in shares) / math.log(len(loads)) if shares else math.nan
 
 
-def make_router_loads(
-    model: nn.Module, comm: Comm, rate: float, event: Callable[[dict[str, Any]], None], *, counts: bool
-) -> RouterLoads | None:
-    """Return the loads of a model's routers; None if it has none with a weight for each expert."""
-    found = routers_of(model)
-    return RouterLoads(found, comm, rate, event, counts=counts) if found else None
-
-
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers that have a weight for each expert, by name: modules that are named router or gate."""
     found = {}

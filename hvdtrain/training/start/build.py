@@ -27,7 +27,7 @@ from hvdtrain.training.loop.balance import make_balance
 from hvdtrain.training.loop.balance_loss import make_balance_loss
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.feed import Feed
-from hvdtrain.training.loop.router_loads import make_router_loads
+from hvdtrain.training.loop.router_loads import RouterLoads, routers_of
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
@@ -109,7 +109,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     together = current.batch_norm is not None
     place, places, records = dimensions.samples(comm.rank, comm.size)
-    passes_count = dimensions.pass_counts(comm.rank)
+    routers, passes_count = routers_of(worker.state.model), dimensions.pass_counts(comm.rank)
     second = make_second_rank(current)
     step_parts: list[StepPart | None] = [
         FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else None,
@@ -118,7 +118,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         buffers,
         Rollback(worker.state.model, together=together, refuses=worker.plan.bits),
         # Changes biases after the step is applied, which there is nothing to roll back of.
-        make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
+        RouterLoads(routers, comm, train.router_bias, recorder.event, counts=passes_count) if routers else None,
         second,
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
     ]
