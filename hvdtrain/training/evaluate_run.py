@@ -82,7 +82,7 @@ def evaluate_run(
     if comm.size > 1:
         broadcast_state(state, comm)
     precision = Precision(config.precision, device, Bf16Weights(model) if config.precision == BF16_WEIGHTS else None)
-    samples = HeldOut(task, comm, config, on_cuda=device.type == "cuda")
+    samples = HeldOut(task, comm, config, device, uniform=False)
     if not samples.count:
         raise DataError(
             "there are no samples to evaluate on",
@@ -91,9 +91,7 @@ def evaluate_run(
             everywhere=True,
         )
     own: list[tuple[int, dict[str, Any]]] = []
-    found = evaluate(
-        task, model, comm, precision, device, samples, on_pass=lambda place, sums: own.append((place.start, sums))
-    )
+    found = evaluate(samples, model, precision, on_pass=lambda place, sums: own.append((place.start, sums)))
     numbers = [(start, {name: [float(part) for part in pair] for name, pair in sums.items()}) for start, sums in own]
     gathered = allgather_json(comm, numbers, name="evaluate/passes")
     passes: list[tuple[int, Sums]] = [(start, sums) for each in gathered for start, sums in each]

@@ -51,13 +51,13 @@ class HeldOut:
         task: Task,
         comm: Comm,
         config: Config,
+        device: torch.device,
         dimensions: Dimensions = ONE,
         *,
-        on_cuda: bool,
-        uniform: bool = False,
+        uniform: bool,
     ) -> None:
         place, places, _ = dimensions.samples(comm.rank, comm.size)
-        self.count = 0
+        self.task, self.comm, self.device, self.count = task, comm, device, 0
         if task.heldout_data is None or len(task.heldout_data) == 0:  # type: ignore[arg-type]
             return
         self._length = length = len(task.heldout_data)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ class HeldOut:
         self._own = len(mine) if dimensions.loss_counts(comm.rank, comm.size) else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
         self._compiled_for = config.train.micro_batch if config.train.compile else 0
-        data, collate = task.heldout_data, task.collate
+        data, collate, on_cuda = task.heldout_data, task.collate, device.type == "cuda"
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 
     def _keys(self) -> Iterator[list[int]]:
@@ -88,15 +88,11 @@ class HeldOut:
 
 
 def evaluate(
-    task: Task,
-    model: nn.Module,
-    comm: Comm,
-    precision: Precision,
-    device: torch.device,
     held_out: HeldOut,
-    *,
-    touch: Callable[[], None] | None = None,
-    on_pass: Callable[[MicroBatch, dict[str, tuple[Tensor | float, Tensor | float]]], None] | None = None,
+    model: nn.Module,
+    precision: Precision,
+    touch: Callable[[], object] = lambda: None,
+    on_pass: Callable[[MicroBatch, dict[str, tuple[Tensor | float, Tensor | float]]], None] = lambda place, sums: None,
 ) -> Evaluation | None:
     """Return the mean loss over held-out samples, each used once; None if there are none. Collective: yes.
 
@@ -105,31 +101,29 @@ def evaluate(
     """
     if not held_out.count:
         return None
-    found: dict[str, list[tuple[Tensor | float, Tensor | float]]] = {}
-    objects = MetricObjects(task.metric_objects, comm, device)
+    task, found = held_out.task, dict[str, list[tuple[Tensor | float, Tensor | float]]]()
+    objects = MetricObjects(task.metric_objects, held_out.comm, held_out.device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     # Not inference_mode: training must be able to use what a model caches here (positions, masks).
     with torch.no_grad(), precision.weights(), precision.autocast():
         for place, batch, counts in held_out:
             seed_forward(0, place.start)
-            batch = to_device(batch, device)
+            batch = to_device(batch, held_out.device)
             with held_out.code(place):
                 values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
                 pairs, inputs = checked_metrics(task, model, batch)
             values |= {f"metric/{name}": pair for name, pair in pairs.items()}
             if counts:
                 objects.update(inputs)
-            if counts and on_pass is not None:
                 on_pass(place, values)
-            for name, pair in values.items() if counts else ():
-                found.setdefault(name, []).append(pair)
-            if touch is not None:
-                touch()
+                for name, pair in values.items():
+                    found.setdefault(name, []).append(pair)
+            touch()
     for module, training in modes.items():
         module.training = training
     numbers = {name: [_on_host(parts) for parts in zip(*pairs, strict=True)] for name, pairs in found.items()}
-    means = _means(allgather_json(comm, numbers, name="evaluate"))
+    means = _means(allgather_json(held_out.comm, numbers, name="evaluate"))
     loss = means.pop("loss")
     metrics = {name.removeprefix("metric/"): mean for name, mean in means.items()}
     return Evaluation(loss, metrics | objects.compute(), held_out.count)

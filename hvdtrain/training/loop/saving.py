@@ -50,9 +50,8 @@ class Saving:
         current, stepper = self.current, self.stepper
         self._config, self._comm, self._store = current.run.config, current.comm, current.store
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
-        on_cuda, uniform = stepper.device.type == "cuda", stepper.engine.uniform_passes
-        dimensions = current.worker.plan.dimensions
-        self.held_out = HeldOut(stepper.task, self._comm, self._config, dimensions, on_cuda=on_cuda, uniform=uniform)
+        dimensions, uniform = current.worker.plan.dimensions, stepper.engine.uniform_passes
+        self.held_out = HeldOut(stepper.task, self._comm, self._config, stepper.device, dimensions, uniform=uniform)
         check_frozen(self._state)  # notes the values at the start
         self._unsaved: UnsavedValues | None = UnsavedValues(self._state.optimizer)
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
@@ -123,15 +122,7 @@ class Saving:
         """Return loss and metrics of the model's present values; None without held-out data. Collective: yes."""
         stepper = self.stepper
         stepper.engine.complete()
-        return evaluate(
-            stepper.task,
-            stepper.model,
-            self._comm,
-            stepper.precision,
-            stepper.device,
-            self.held_out,
-            touch=stepper.spans.touch,
-        )
+        return evaluate(self.held_out, stepper.model, stepper.precision, stepper.spans.touch)
 
     def catch_up(self, requests: Callable[[], list[int]]) -> None:
         """Do the evaluation and the save due at this step, if a lost rank prevented them. Collective: yes."""
