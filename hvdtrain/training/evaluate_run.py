@@ -82,7 +82,7 @@ def evaluate_run(
     if comm.size > 1:
         broadcast_state(state, comm)
     precision = Precision(config.precision, device, Bf16Weights(model) if config.precision == BF16_WEIGHTS else None)
-    samples = HeldOut(task, comm, config, device, uniform=False)
+    samples = HeldOut(task, comm, config, device)
     if not samples.count:
         raise DataError(
             "there are no samples to evaluate on",

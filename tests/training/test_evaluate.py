@@ -47,7 +47,7 @@ def _evaluate(
 ) -> Evaluation:
     comm, device = comm or SoloComm(), how.pop("device", CPU)
     config = Config(train=TrainConfig(micro_batch=micro_batch, eval_samples=most), loader=LoaderConfig(workers=workers))
-    held_out = HeldOut(task, comm, config, device, uniform=False)
+    held_out = HeldOut(task, comm, config, device)
     for _ in range(times):
         found = evaluate(held_out, task.model, Precision("fp32", CPU), **how)
     assert found is not None

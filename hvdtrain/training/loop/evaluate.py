@@ -54,7 +54,7 @@ class HeldOut:
         device: torch.device,
         dimensions: Dimensions = ONE,
         *,
-        uniform: bool,
+        uniform: bool = False,
     ) -> None:
         place, places, _ = dimensions.samples(comm.rank, comm.size)
         self.task, self.comm, self.device, self.count = task, comm, device, 0
