@@ -58,18 +58,16 @@ def _forward(block: nn.Module, inner: Callable[..., Any], selects: bool, *argume
         return checkpoint(inner, *arguments, use_reentrant=False, **select, **keywords)
     if selects:
         torch.clear_autocast_cache()  # each run of a block then casts its weights, as its recomputation does
+
+    def run(keywords: dict[str, Any], *arguments: Any) -> Any:
+        return inner(*arguments, **keywords)
+
+    def contexts() -> Contexts:
+        forward, recompute = _select() if selects else (nullcontext(), nullcontext())
+        return forward, _recomputation(block, recompute)
+
     # Keywords as an argument: torch looks there for the devices with random numbers to restore.
-    run = partial(_call, inner)
-    return checkpoint(run, keywords, *arguments, use_reentrant=False, context_fn=partial(_contexts, block, selects))
-
-
-def _call(inner: Callable[..., Any], keywords: dict[str, Any], *arguments: Any) -> Any:
-    return inner(*arguments, **keywords)
-
-
-def _contexts(block: nn.Module, selects: bool) -> Contexts:
-    forward, recompute = _select() if selects else (nullcontext(), nullcontext())
-    return forward, _recomputation(block, recompute)
+    return checkpoint(run, keywords, *arguments, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
