@@ -31,9 +31,8 @@ from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.callbacks.group import Callbacks
 from hvdtrain.training.loop.bf16_weights import Bf16Weights
-from hvdtrain.training.loop.compiled import compile_blocks
+from hvdtrain.training.loop.blocks import checkpoint_blocks, compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
-from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
 from hvdtrain.training.start.optimizers import (
     check_own_optimizer,
