@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ class HeldOut:
 
     Attributes:
         count: samples of all ranks; 0 if the task has no held-out data.
+        compiled_for: samples of a batch in training, if the model is compiled; else 0.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class HeldOut:
         mine, first = (micro_batches([(0, self.count)], config.train.micro_batch, each, places) for each in (place, 0))
         self._own = len(mine) if dimensions.loss_counts(comm.rank, comm.size) else 0
         self._mine = mine + (first[len(mine) :] if uniform else [])
-        self._compiled_for = config.train.micro_batch if config.train.compile else 0
+        self.compiled_for = config.train.micro_batch if config.train.compile else 0
         data, collate, on_cuda = task.heldout_data, task.collate, device.type == "cuda"
         self._batches = Batches(data, self._keys, config.loader, collate, on_cuda=on_cuda, persistent=True)
 
@@ -77,14 +78,6 @@ class HeldOut:
         """Yield micro-batches, and whether they count."""
         for number, (place, drawn) in enumerate(zip(self._mine, self._batches, strict=True)):
             yield place, drawn.batch, number < self._own
-
-    def code(self, place: MicroBatch) -> AbstractContextManager[object]:
-        """Return the context of a forward pass: a batch of another size than training's runs without compiled code.
-
-        Once torch has seen two sizes, it compiles code for any size, which is slower, and training would run it.
-        """
-        other = self._compiled_for not in (0, place.stop - place.start)
-        return torch.compiler.set_stance("force_eager") if other else nullcontext()
 
 
 def evaluate(
@@ -110,7 +103,9 @@ def evaluate(
         for place, batch, counts in held_out:
             seed_forward(0, place.start)
             batch = to_device(batch, held_out.device)
-            with held_out.code(place):
+            # Once torch has seen two sizes, it compiles code for any size, which is slower, and training would run it.
+            other = held_out.compiled_for not in (0, place.stop - place.start)
+            with torch.compiler.set_stance("force_eager") if other else nullcontext():
                 values: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": checked_loss(task, model, batch)}
                 pairs, inputs = checked_metrics(task, model, batch)
             values |= {f"metric/{name}": pair for name, pair in pairs.items()}

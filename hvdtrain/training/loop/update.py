@@ -75,18 +75,41 @@ class Update:
         self._result = None if updates_first else self._decided()
         if self._result is None or not self._result.applied:
             return
-        if not self.by_device:
-            self._scale(gradients, self._result)
+        if not self.by_device and gradients:  # to those of the mean over the actual weight, clipped
+            clipped = min(1.0, self.clip / (self._result.grad_norm + 1e-6)) if self.clip else 1.0
+            scale = self.nominal / self._result.weight * clipped
+            if scale != 1.0:
+                # On a CPU a tensor is faster than a number by a sixth.
+                torch._foreach_mul_(gradients, torch.scalar_tensor(scale) if self.device.type == "cpu" else scale)
         if any(unused):
             self.engine.leave_out(used_by_nobody(self._users, unused, self.ranks))
 
     def apply(self) -> None:
-        """Update the parameters, unless the step is skipped."""
-        if self._result is None or self._result.applied:
-            if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
-                _begin_momentum(self.engine.optimizer)
-                self._updated |= new
-            self._step()
+        """Update the parameters, unless the step is skipped.
+
+        By the device, do what `decide` does on the host within a fused optimizer's kernels. torch's GradScaler passes
+        its findings in the same two attributes. The kernels divide by `grad_scale`.
+        """
+        if self._result is not None and not self._result.applied:
+            return
+        if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
+            _begin_momentum(self.engine.optimizer)
+            self._updated |= new
+        if not self.by_device:
+            self.engine.step()
+            return
+        assert isinstance(self._numbers, Tensor)
+        norm, loss_sum, weight = self._numbers[2:_COUNT]
+        correction = torch.where(weight > 0, self.nominal / weight, math.nan)
+        grad_norm = norm * correction
+        applied = torch.isfinite(grad_norm) & torch.isfinite(loss_sum / weight)
+        scale = correction * (self.clip / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip else correction
+        optimizer: Any = self.engine.optimizer
+        optimizer.found_inf, optimizer.grad_scale = (~applied).float(), (1 / scale).float()
+        try:
+            self.engine.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
 
     def result(self) -> StepResult:
         """Return the result of the step; wait for the device if it has decided."""
@@ -130,36 +153,6 @@ class Update:
         sums = [*map(round, numbers[_COUNT:])]
         self._users = sums[self._count :]
         return StepResult(loss, weight, grad_norm, applied, sums[: self._count], scale, next_scale)
-
-    def _scale(self, gradients: list[Tensor], result: StepResult) -> None:
-        """Scale gradients to those of the mean over the actual weight, clipped."""
-        if not gradients:
-            return
-        scale = self.nominal / result.weight * (min(1.0, self.clip / (result.grad_norm + 1e-6)) if self.clip else 1.0)
-        if scale != 1.0:
-            # On a CPU a tensor is faster than a number by a sixth.
-            torch._foreach_mul_(gradients, torch.scalar_tensor(scale) if self.device.type == "cpu" else scale)
-
-    def _step(self) -> None:
-        """Update the parameters; by the device, do what `_decided` and `_scale` do within a fused optimizer's kernels.
-
-        torch's GradScaler passes its findings in the same two attributes. The kernels divide by `grad_scale`.
-        """
-        if not self.by_device:
-            self.engine.step()
-            return
-        assert isinstance(self._numbers, Tensor)
-        norm, loss_sum, weight = self._numbers[2:_COUNT]
-        correction = torch.where(weight > 0, self.nominal / weight, math.nan)
-        grad_norm = norm * correction
-        applied = torch.isfinite(grad_norm) & torch.isfinite(loss_sum / weight)
-        scale = correction * (self.clip / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip else correction
-        optimizer: Any = self.engine.optimizer
-        optimizer.found_inf, optimizer.grad_scale = (~applied).float(), (1 / scale).float()
-        try:
-            self.engine.step()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale
 
 
 def takes_scale(optimizer: Optimizer) -> bool:

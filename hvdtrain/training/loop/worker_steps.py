@@ -84,11 +84,8 @@ class WorkerSteps:
             engine.end_window(step, sums[count : count + links.workers.count], last=step == self.horizon)
             outer = self._outer_steps(engine.pop_facts())
         of_steps = [sums[start : start + _OF_STEP] for start in range(0, count, _OF_STEP)]
-        found_results = [self._result(each, []) for each in of_steps[:-1]]
-        found_results.append(
-            self._result(of_steps[-1], [round(value) for value in sums[count + links.workers.count :]])
-        )
-        return found_results, outer
+        summed = [round(value) for value in sums[count + links.workers.count :]]
+        return [*(self._result(each, []) for each in of_steps[:-1]), self._result(of_steps[-1], summed)], outer
 
     def _outer_steps(self, facts: Sequence[OuterFacts]) -> list[dict[str, Any]]:
         """Return the figures of exchanges that have arrived, of all workers. Collective: yes, if there are any."""
