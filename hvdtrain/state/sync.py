@@ -107,11 +107,11 @@ def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor
     return there, comm.broadcast(there.reshape(-1).view(torch.uint8), name=name, root=root)
 
 
-def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: str = "") -> None:
-    """Copy the parameters of a module that are not divided yet from rank `root` to every rank. Collective: yes.
+def broadcast_parameters(module: nn.Module, comm: Comm, prefix: str = "") -> None:
+    """Copy the parameters of a module that are not divided yet from rank 0 to every rank. Collective: yes.
 
-    A `Placeholder` becomes a parameter with memory, on the CPU; `root`, which is 0 then, reads its values. `prefix`: of
-    names in the model. The modules have equal parameters in the same order, as `check_same` checks.
+    A `Placeholder` becomes a parameter with memory, on the CPU; rank 0 reads its values. `prefix`: of names in the
+    model. The modules have equal parameters in the same order, as `check_same` checks.
 
     Errors: Those of reading, on every rank.
     """
@@ -120,27 +120,27 @@ def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: s
         for name, parameter in each.named_parameters(recurse=False):
             users.setdefault(parameter, []).append((each, name))
     own = [(name, p) for name, p in module.named_parameters(prefix) if not is_divided(p)]
-    reads = broadcast_json(comm, [isinstance(p, Placeholder) for _, p in own], name=f"parameters/{prefix}", root=root)
+    reads = broadcast_json(comm, [isinstance(p, Placeholder) for _, p in own], name=f"parameters/{prefix}")
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for (name, parameter), is_read in zip(own, reads, strict=True):
             if is_read:
                 tensor = _read(parameter, comm, name)
             else:
-                tensor = parameter.detach() if comm.rank == root else empty(parameter.shape, parameter.dtype)
+                tensor = empty(parameter.shape, parameter.dtype) if comm.rank else parameter.detach()
             yield f"parameters/{name}", tensor
 
-    for (_, parameter), there in zip(own, broadcast_all(values(), comm, root), strict=True):
+    for (_, parameter), there in zip(own, broadcast_all(values(), comm), strict=True):
         if isinstance(parameter, Placeholder):
             whole = nn.Parameter(there, parameter.requires_grad)
             for user, name in users[parameter]:
                 setattr(user, name, whole)
-        elif comm.rank != root:
+        elif comm.rank:
             with torch.no_grad():
                 parameter.copy_(there)
 
 
-def broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int) -> Iterator[Tensor]:
+def broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int = 0) -> Iterator[Tensor]:
     """Broadcast tensors by name, some at the same time; yield what arrives, on the CPU. Collective: yes."""
     running: deque[tuple[Tensor, Handle]] = deque()
     for name, tensor in named:
