@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.task.base import Task
 from hvdtrain.task.language_model import language_model
-from hvdtrain.training.loop.recompute import checkpoint_blocks
+from hvdtrain.training.loop.blocks import checkpoint_blocks
 from hvdtrain.training.start.optimizers import make_optimizer
 
 MODES = ("none", "full", "selective")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -19,7 +20,7 @@ from models import MODELS
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream, dataset_length, seed_forward, train_batches
-from hvdtrain.training.loop.evaluate import evaluate
+from hvdtrain.training.loop.evaluate import HeldOut, evaluate
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.start.optimizers import lr_schedule, make_optimizer
 
@@ -45,11 +46,10 @@ def main() -> None:
     batches = train_batches(stream, 0, steps, config.loader, task.collate, on_cuda=False)
     lines = Path(file).open("a", buffering=1) if hvd.rank() == 0 else None
     assert dataset_length(task.train_data) >= train.global_batch
+    held_out = HeldOut(task, SoloComm(), replace(config, train=replace(train, eval_samples=64)), CPU)
     for step in range(steps + 1):
         if lines is not None and step % every == 0:
-            found = evaluate(
-                task, task.model, SoloComm(), Precision("fp32", CPU), CPU, micro_batch=train.micro_batch, most=64
-            )
+            found = evaluate(held_out, task.model, Precision("fp32", CPU))
             assert found is not None
             lines.write(json.dumps({"event": "evaluation", "at_step": step, "loss": found.loss}) + "\n")
         hvd.barrier()

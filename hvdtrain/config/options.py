@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -13,7 +13,6 @@ import yaml
 
 from hvdtrain.config.schema import Config
 
-_TYPE_NAMES = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _METAVARS = {
     **dict.fromkeys(("run_dir", "model.from", "data.dataset"), "DIR"),
     **dict.fromkeys(("model.config", "data.tokens", "data.tokenizer"), "FILE"),
@@ -38,9 +37,10 @@ class Option:
     effect: str  # the description from its docstring
     default: Any  # as YAML would give it
     required: bool  # True if it has no default
-    values: str  # the accepted values in words
+    hint: Any  # the type of its values
     choices: tuple[str, ...]  # all accepted values, if they are few
     metavar: str  # the placeholder for its value in help
+    title: str  # of its section; may be empty
 
     @property
     def section(self) -> str:
@@ -56,19 +56,12 @@ class Option:
         return f"{self.effect} (default: {_shown(self.default)})".strip()
 
 
-@dataclass(frozen=True)
-class Options:
-    """All options in the order of help, and the titles of their sections."""
-
-    options: tuple[Option, ...]
-    titles: Mapping[str, str]
-
-
-def list_options(parser: jsonargparse.ArgumentParser) -> Options:
-    """List the options that `make_parser` declared."""
+def list_options(parser: jsonargparse.ArgumentParser) -> list[Option]:
+    """List the options that `make_parser` declared, in the order of help."""
     defaults = parser.get_defaults(skip_validation=True)
     plain = yaml.safe_load(parser.dump(defaults, skip_validation=True))
     leaves = defaults.as_flat()
+    titles = {action.dest: group.title for group in parser._action_groups for action in group._group_actions}
     found = []
     for action in parser._actions:
         hint = getattr(action, "_typehint", None)
@@ -79,22 +72,16 @@ def list_options(parser: jsonargparse.ArgumentParser) -> Options:
                     effect=(action.help or "").strip(),
                     default=_lookup(plain, action.dest),
                     required=action.required,
-                    values=_in_words(hint),
+                    hint=hint,
                     choices=_choices(hint),
                     metavar=_metavar(hint, action.dest),
+                    title=titles.get(action.dest.rpartition(".")[0]) or "",
                 )
             )
-    sections = {option.section for option in found}
-    titles = {
-        action.dest: group.title or ""
-        for group in parser._action_groups
-        for action in group._group_actions
-        if action.dest in sections
-    }
-    return Options(tuple(sorted(found, key=_order)), titles)
+    return sorted(found, key=_order)
 
 
-def plain_parser(options: Options) -> ArgumentParser:
+def plain_parser(options: Sequence[Option]) -> ArgumentParser:
     """Declare the options with argparse, for help."""
     made = ArgumentParser(
         prog="hvdtrain train",
@@ -107,11 +94,10 @@ def plain_parser(options: Options) -> ArgumentParser:
     groups[""].add_argument("-h", "--help", action="help", help="show this help and exit")
     groups[""].add_argument("--config", metavar="FILE", help="YAML file of options; later options override it")
     groups[""].add_argument("--print_config", action="store_true", help="print all options as YAML and exit")
-    for option in options.options:
+    for option in options:
         section = option.section
         if section not in groups:
-            title = options.titles.get(section, "")
-            groups[section] = made.add_argument_group(f"{section} ({title})" if title else section)
+            groups[section] = made.add_argument_group(f"{section} ({option.title})" if option.title else section)
         groups[section].add_argument(
             f"--{option.name}",
             choices=option.choices or None,
@@ -165,18 +151,3 @@ def _metavar(hint: Any, name: str) -> str:
         if members[0] in (int, float):
             return "N" if members[0] is int else "X"
     return _METAVARS.get(name, name.rpartition(".")[2].upper())
-
-
-def _in_words(hint: Any) -> str:
-    """Describe a type as a person would."""
-    if hint in _TYPE_NAMES:
-        return _TYPE_NAMES[hint]
-    if get_origin(hint) is Literal:
-        *others, last = map(str, get_args(hint))
-        return " or ".join(filter(None, [", ".join(others), last]))
-    if len(members := _members(hint)) > 1:
-        return " or ".join(map(_in_words, members))
-    if get_origin(hint) is list:
-        return f"list of {_in_words(get_args(hint)[0])}"
-    name = str(getattr(hint, "__name__", hint))
-    return "anything" if name in ("Any", "None", "Untyped") else name

@@ -114,7 +114,13 @@ def make_parser(task_function: Callable[..., Any] | None) -> ArgumentParser:
     parser.add_argument("--config", action=ActionConfigFile)
     parser.add_class_arguments(Config, as_group=False)
     if task_function is not None:
-        _check_parameters(task_function)
+        reserved = {field.name for field in fields(Config)} | {"config"}
+        if clash := sorted(reserved & inspect.signature(task_function).parameters.keys()):
+            raise ConfigError(
+                f"the task function has a parameter {clash[0]!r}, which is an option of every run",
+                next_step="rename the parameter (--seed already seeds torch's random state);"
+                f" reserved names: {', '.join(sorted(reserved))}",
+            )
         try:
             parser.add_function_arguments(task_function, as_group=False, fail_untyped=False)
         except ValueError as error:  # such as a **more that it passes on
@@ -185,17 +191,6 @@ def list_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not key.startswith(NOT_IDENTITY)
     ]
-
-
-def _check_parameters(task_function: Callable[..., Any]) -> None:
-    reserved = {field.name for field in fields(Config)} | {"config"}
-    clash = sorted(reserved & inspect.signature(task_function).parameters.keys())
-    if clash:
-        raise ConfigError(
-            f"the task function has a parameter {clash[0]!r}, which is an option of every run",
-            next_step="rename the parameter (--seed already seeds torch's random state);"
-            f" reserved names: {', '.join(sorted(reserved))}",
-        )
 
 
 def _resolve(parser: ArgumentParser, namespace: Namespace) -> RunConfig:

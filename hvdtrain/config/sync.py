@@ -12,21 +12,16 @@ EVERY_STEP = "every_step"
 METHODS = ("local", "diloco", "streaming", "sparseloco")
 
 
-@dataclass(frozen=True)
-class Sync:
-    """A value of ``--parallel.sync``."""
+def parse_sync(text: str) -> tuple[str, int]:
+    """Return the method that a value of ``--parallel.sync`` names, and the steps between two exchanges of a parameter.
 
-    method: str  # every_step, or one of `METHODS`
-    every: int = 1  # steps between two exchanges of a parameter
-
-
-def parse_sync(text: str) -> Sync:
-    """Return what a value of ``--parallel.sync`` means, such as "diloco:32". Errors: ConfigError."""
+    Such as "diloco:32"; of `EVERY_STEP`, that and 1. Errors: ConfigError.
+    """
     method, _, every = text.partition(":")
     if text == EVERY_STEP:
-        return Sync(text)
+        return text, 1
     if method in METHODS and every.isascii() and every.isdigit() and 1 <= int(every) < 2**31:
-        return Sync(method, int(every))
+        return method, int(every)
     raise ConfigError(
         f"invalid --parallel.sync {text!r}",
         expected=f"{EVERY_STEP}, or {', '.join(f'{name}:STEPS' for name in METHODS)} with 1 step or more",
@@ -66,8 +61,8 @@ _STREAMING = 4
 
 def outer_plan(config: Config) -> OuterPlan | None:
     """Return the plan of a run; None if it exchanges in every step. Errors: ConfigError if options do not fit."""
-    sync, outer, workers = parse_sync(config.parallel.sync), config.outer, config.parallel.workers
-    if sync.method not in METHODS:
+    (method, every), outer, workers = parse_sync(config.parallel.sync), config.outer, config.parallel.workers
+    if method not in METHODS:
         return None
     if workers is None:
         raise ConfigError(
@@ -76,17 +71,17 @@ def outer_plan(config: Config) -> OuterPlan | None:
             next_step="usually, it is the number of sites or hosts; the loss curve depends on it, and not on the number"
             " of ranks",
         )
-    streams = sync.method == "streaming"
+    streams = method == "streaming"
     fragments = outer.fragments
     if fragments is None:
-        fragments = max(n for n in range(1, _STREAMING + 1) if sync.every % n == 0) if streams else 1
-    interval = sync.every // fragments
+        fragments = max(n for n in range(1, _STREAMING + 1) if every % n == 0) if streams else 1
+    interval = every // fragments
     delay = outer.delay if outer.delay is not None else (interval // 2 if streams else 0)
     given = {"lr": outer.lr, "momentum": outer.momentum, "feedback": outer.feedback, "coding": outer.compression}
-    chosen = {**_DEFAULTS.get(sync.method, {}), **{name: value for name, value in given.items() if value is not None}}
-    if sync.every % fragments:
+    chosen = {**_DEFAULTS.get(method, {}), **{name: value for name, value in given.items() if value is not None}}
+    if every % fragments:
         what = f"--outer.fragments {fragments} does not divide --parallel.sync {config.parallel.sync}"
-        raise ConfigError(what, expected=f"a divisor of {sync.every}")
+        raise ConfigError(what, expected=f"a divisor of {every}")
     if delay >= interval:
         raise ConfigError(
             f"--outer.delay {delay} is not below the {interval} steps between two exchanges",
@@ -94,7 +89,7 @@ def outer_plan(config: Config) -> OuterPlan | None:
         )
     mix = outer.mix if outer.mix is not None else (0.5 if delay else 0.0)
     rest = {"start_steps": outer.start_steps, "shares": _shares(outer.shares, workers), **chosen}
-    return OuterPlan(workers, sync.every, fragments, delay, mix, **rest)  # type: ignore[arg-type]
+    return OuterPlan(workers, every, fragments, delay, mix, **rest)  # type: ignore[arg-type]
 
 
 def _shares(text: str | None, workers: int) -> tuple[int, ...]:

@@ -103,26 +103,20 @@ def sample_indices(positions: NDArray[np.int64], length: int, seed: int) -> NDAr
     """
     epochs, offsets = np.divmod(positions.astype(np.int64), length)
     indices = np.empty_like(offsets)
+    half = np.uint64(max(1, (max(length - 1, 1).bit_length() + 1) // 2))
     for epoch in np.unique(epochs):
-        is_in_epoch = epochs == epoch
-        indices[is_in_epoch] = _permute(offsets[is_in_epoch], length, mix_seed(seed, int(epoch)))
+        is_in_epoch, key = epochs == epoch, mix_seed(seed, int(epoch))
+        keys = [np.uint64(mix_seed(key, round_)) for round_ in range(_ROUNDS)]
+        values = _feistel(offsets[is_in_epoch].astype(np.uint64), half, keys)
+        while (outside := values >= length).any():
+            values[outside] = _feistel(values[outside], half, keys)
+        indices[is_in_epoch] = values.astype(np.int64)
     return indices
 
 
 def mix_seed(seed: int, value: T) -> T:
     """Return a 63-bit hash of (seed, value) by splitmix64 (Steele et al., 2014), for an int or an array of uint64."""
     return cast("T", _splitmix(_splitmix(seed & _MASK) ^ (cast("Any", value) & _MASK)) >> 1)
-
-
-def _permute(offsets: NDArray[np.int64], length: int, key: int) -> NDArray[np.int64]:
-    half = np.uint64(max(1, (max(length - 1, 1).bit_length() + 1) // 2))
-    keys = [np.uint64(mix_seed(key, round_)) for round_ in range(_ROUNDS)]
-    values = _feistel(offsets.astype(np.uint64), half, keys)
-    outside = values >= length
-    while outside.any():
-        values[outside] = _feistel(values[outside], half, keys)
-        outside = values >= length
-    return values.astype(np.int64)
 
 
 def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: list[np.uint64]) -> NDArray[np.uint64]:

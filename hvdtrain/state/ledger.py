@@ -79,7 +79,7 @@ class Ledger:
     def begin_start(self, header: StartHeader) -> None:
         """Begin the file of a start."""
         self.close()
-        self._clear()
+        self._ranges, self._checksum = [], 0
         path = self.folder / ledger_file_name(header.start, header.rank)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ class Ledger:
         if self._file is not None:
             ranges = ",".join([f"[{begin},{end}]" for begin, end in self._ranges])
             self._append(f"[{step},[{ranges}],{self._checksum}]\n".encode())
-        self._clear()
+        self._ranges, self._checksum = [], 0
 
     def sync(self) -> None:
         """Wait until all lines are on disk. Call it before a checkpoint of these steps."""
@@ -118,10 +118,6 @@ class Ledger:
         if file is not None:
             with suppress(OSError):
                 os.close(file)
-
-    def _clear(self) -> None:
-        self._ranges = []
-        self._checksum = 0
 
     def _append(self, line: bytes) -> None:
         assert self._file is not None

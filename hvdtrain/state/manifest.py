@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.files import read_regular
 from hvdtrain.state.pieces import Assembly, StateDict
 from hvdtrain.state.shard_files import file_group
-from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, checksum, damaged, read_tensors, read_verified
+from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, damaged, read_tensors, read_verified
 from hvdtrain.state.train_state import check_values
 
 FORMAT = 2
@@ -145,4 +147,4 @@ def _files(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, Path, Fil
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:
-    return checksum(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

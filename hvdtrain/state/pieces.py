@@ -156,10 +156,6 @@ class Assembly(Mapping[str, Tensor]):
         found._pieces = {rename(name): pieces for name, pieces in self._pieces.items()}
         return found
 
-    def specs(self) -> dict[str, Spec]:
-        """Return shape and dtype of each whole tensor."""
-        return {name: (pieces[0][0].shape, pieces[0][1].dtype) for name, pieces in self._pieces.items()}
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
 
@@ -170,7 +166,7 @@ class Assembly(Mapping[str, Tensor]):
 def specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
     """Return shape and dtype of each tensor, without putting it together from pieces."""
     if isinstance(tensors, Assembly):
-        return tensors.specs()
+        return {name: (pieces[0][0].shape, pieces[0][1].dtype) for name, pieces in tensors._pieces.items()}
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 

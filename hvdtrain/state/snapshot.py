@@ -84,21 +84,14 @@ class Snapshot:
             places.append(end)
             end += padded(shape.numel() * dtype.itemsize)
         self._buffer = torch.zeros(end, dtype=torch.uint8)  # zeros allocate the pages
-        if pinned:
-            self._unpin = self._pin()
+        if pinned:  # torch's allocator of page-locked memory rounds sizes up to powers of two and keeps what was freed
+            runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(address, self._buffer.nbytes, 0))
+            self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
         for place, (_, _, shape, dtype) in zip(places, layout, strict=True):
             part = self._buffer[place : place + shape.numel() * dtype.itemsize]
             self._views.append(part.view(dtype).reshape(shape))
         self._layout, self._pinned = layout, pinned
-
-    def _pin(self) -> Callable[[], object]:
-        """Page-lock the buffer, and return what undoes it.
-
-        torch's allocator of page-locked memory rounds sizes up to powers of two and keeps what was freed.
-        """
-        runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(address, self._buffer.nbytes, 0))
-        return weakref.finalize(self, runtime.cudaHostUnregister, address)
 
 
 def is_commit_due(since_s: float, step_s: float, cost_s: float, loss_s: float) -> bool:

@@ -124,8 +124,8 @@ class StoredRun:
             self.folder.remove([f"{saved.path}/{MANIFEST}"])
         return [saved.path.name for saved in late]
 
-    def download(self, saved: Saved, directory: Path, progress: Callable[[], None] = lambda: None) -> Path:
-        """Copy a checkpoint into `directory`, verify it there, and return its folder.
+    def download(self, saved: Saved, directory: Path) -> None:
+        """Copy a checkpoint into `directory`, and verify it there.
 
         Errors: CheckpointError: it is damaged; OSError: the disk is full, for example.
         """
@@ -134,18 +134,15 @@ class StoredRun:
         try:
             for name in self.folder.sizes(str(saved.path)):
                 self.folder.download(name, folder / name.rpartition("/")[2])
-                progress()
             try:
-                verify(folder, progress)
+                verify(folder, lambda: None)
             except (ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{self.url}/{saved.path} is damaged", found=repr(error)) from error
             fsync_folder(folder)
-            target = directory / saved.path.name
-            folder.rename(target)
+            folder.rename(directory / saved.path.name)
         except BaseException:
             discard(folder)
             raise
-        return target
 
     def download_records(self, layout: RunLayout) -> None:
         """Copy the journal and the other records into a new run folder. Errors: OSError too."""

@@ -54,9 +54,8 @@ def broadcast_state(
         if state.frozen is not None:
             frozen = {name: t for name, t in own_state.tensors["model"].items() if name in state.frozen.names}
             tensors["model"] = {**source.tensors["model"], **frozen}
-        as_loaded = {
-            key: source.values.get(key) for key in ("optimizer", "exchange")
-        }  # not what `root` has made of them
+        # Not what `root` has made of them.
+        as_loaded = {key: source.values.get(key) for key in ("optimizer", "exchange")}
         own_state = StateDict(tensors, {**own_state.values, **as_loaded})
     here: dict[str, Tensor] = {}
     if placed and source is None:
@@ -64,7 +63,12 @@ def broadcast_state(
         here = {name: tensor for name, tensor in own_state.tensors["model"].items() if name in parameters}
         others = {name: tensor for name, tensor in own_state.tensors["model"].items() if name not in parameters}
         own_state = StateDict({**own_state.tensors, "model": others}, own_state.values)
-    own_spec = {**_spec(own_state), "model": _whole_model(held), "is_loaded": source is not None}
+    tensor_specs = {
+        group: {name: [list(shape), str(dtype)] for name, (shape, dtype) in specs(entries).items()}
+        for group, entries in own_state.tensors.items()
+    }
+    facts = {"values": dict(own_state.values), "model": _whole_model(held), "is_loaded": source is not None}
+    own_spec = {"tensors": tensor_specs, **facts}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
     received: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
@@ -103,11 +107,11 @@ def _broadcast(tensor: Tensor, comm: Comm, name: str, root: int) -> tuple[Tensor
     return there, comm.broadcast(there.reshape(-1).view(torch.uint8), name=name, root=root)
 
 
-def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: str = "") -> None:
-    """Copy the parameters of a module that are not divided yet from rank `root` to every rank. Collective: yes.
+def broadcast_parameters(module: nn.Module, comm: Comm, prefix: str = "") -> None:
+    """Copy the parameters of a module that are not divided yet from rank 0 to every rank. Collective: yes.
 
-    A `Placeholder` becomes a parameter with memory, on the CPU; `root`, which is 0 then, reads its values. `prefix`: of
-    names in the model. The modules have equal parameters in the same order, as `check_same` checks.
+    A `Placeholder` becomes a parameter with memory, on the CPU; rank 0 reads its values. `prefix`: of names in the
+    model. The modules have equal parameters in the same order, as `check_same` checks.
 
     Errors: Those of reading, on every rank.
     """
@@ -116,27 +120,27 @@ def broadcast_parameters(module: nn.Module, comm: Comm, root: int = 0, prefix: s
         for name, parameter in each.named_parameters(recurse=False):
             users.setdefault(parameter, []).append((each, name))
     own = [(name, p) for name, p in module.named_parameters(prefix) if not is_divided(p)]
-    reads = broadcast_json(comm, [isinstance(p, Placeholder) for _, p in own], name=f"parameters/{prefix}", root=root)
+    reads = broadcast_json(comm, [isinstance(p, Placeholder) for _, p in own], name=f"parameters/{prefix}")
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for (name, parameter), is_read in zip(own, reads, strict=True):
             if is_read:
                 tensor = _read(parameter, comm, name)
             else:
-                tensor = parameter.detach() if comm.rank == root else empty(parameter.shape, parameter.dtype)
+                tensor = empty(parameter.shape, parameter.dtype) if comm.rank else parameter.detach()
             yield f"parameters/{name}", tensor
 
-    for (_, parameter), there in zip(own, broadcast_all(values(), comm, root), strict=True):
+    for (_, parameter), there in zip(own, broadcast_all(values(), comm), strict=True):
         if isinstance(parameter, Placeholder):
             whole = nn.Parameter(there, parameter.requires_grad)
             for user, name in users[parameter]:
                 setattr(user, name, whole)
-        elif comm.rank != root:
+        elif comm.rank:
             with torch.no_grad():
                 parameter.copy_(there)
 
 
-def broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int) -> Iterator[Tensor]:
+def broadcast_all(named: Iterable[tuple[str, Tensor]], comm: Comm, root: int = 0) -> Iterator[Tensor]:
     """Broadcast tensors by name, some at the same time; yield what arrives, on the CPU. Collective: yes."""
     running: deque[tuple[Tensor, Handle]] = deque()
     for name, tensor in named:
@@ -189,14 +193,6 @@ def assemble_pieces(state: StateDict, own: Sequence[Piece], comm: Comm, root: in
         others = tensors.get(group)
         tensors[group] = {**others, **assembly} if others else assembly
     return StateDict(tensors, state.values)
-
-
-def _spec(state: StateDict) -> dict[str, Any]:
-    tensors = {
-        group: {name: [list(shape), str(dtype)] for name, (shape, dtype) in specs(entries).items()}
-        for group, entries in state.tensors.items()
-    }
-    return {"tensors": tensors, "values": dict(state.values)}
 
 
 def _whole_model(state: StateDict) -> dict[str, Any]:

@@ -169,11 +169,6 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
         return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=False, size=size, dtype=torch.uint8)
 
 
-def checksum(data: bytes) -> str:
-    """Return the checksum of bytes in memory, hexadecimal."""
-    return xxhash.xxh3_128(data).hexdigest()
-
-
 def check_dtypes(state: StateDict) -> None:
     """Check that the format supports the dtype of every tensor. Errors: CheckpointError."""
     for tensors in state.tensors.values():

@@ -49,7 +49,6 @@ class Corpus:
     digest: str  # a hash of the data and the weights
     tokenizer: Mapping[str, bytes]  # its files for transformers, by name; empty if it is unknown
     end: int | None  # id of the last token of each document, if documents are to be separate
-    is_chat: bool  # whether samples are conversations with marks, see `chat_loss`
     note: str  # a line about the data; may be empty
 
 
@@ -98,7 +97,6 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         digest=digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest(),
         tokenizer=own.tokenizer,
         end=_end_token(config, own.end(), train) if config.separate and not config.chat else None,
-        is_chat=bool(config.chat),
         note="; ".join(f"{name}: {file.note}" for name, file in files if file.note),
     )
 

@@ -44,7 +44,7 @@ def language_model(model: ModelConfig = ModelConfig(), data: TextConfig = TextCo
     if lora is not None:
         add_adapters(made, lora)
     targets: Callable[[Any], Any] = joined_targets
-    if corpus.is_chat:
+    if data.chat:  # samples have marks
         targets = partial(chat_targets, apart=data.separate, config=made.config)
     elif corpus.end is not None:
         targets = partial(separate_targets, end=corpus.end, config=made.config)

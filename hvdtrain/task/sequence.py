@@ -244,7 +244,11 @@ def _check_mixing(model: Any) -> None:
     if any(isinstance(p, (Placeholder, FakeTensor)) for p in model.parameters()):
         return  # the rank with values checks for all
     used, modes = model.config._attn_implementation, {module: module.training for module in model.modules()}
-    AttentionInterface.register("hvdtrain_nothing", _attend_to_nothing)
+
+    def attend_to_nothing(module: Any, query: Tensor, key: Any, value: Tensor, *_: Any, **__: Any) -> Any:
+        return value.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register("hvdtrain_nothing", attend_to_nothing)
     ids = torch.arange(1, _CHECKED + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
     others = torch.cat([ids[:, 1:2], ids[:, 1:]], dim=1)
     model.set_attn_implementation("hvdtrain_nothing")
@@ -258,11 +262,6 @@ def _check_mixing(model: Any) -> None:
             module.training = training
     if not (logits - changed)[:, 1:].norm() <= 1e-6 * logits.norm():  # experts may round other sums
         raise _refused(model, "layers other than attention in which tokens depend on each other")
-
-
-def _attend_to_nothing(module: Any, query: torch.Tensor, key: Any, value: torch.Tensor, *_: Any, **__: Any) -> Any:
-    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    return value.new_zeros(shape), None
 
 
 def _refused(model: Any, found: str, instead: str = "") -> ConfigError:

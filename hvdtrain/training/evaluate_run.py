@@ -82,7 +82,7 @@ def evaluate_run(
     if comm.size > 1:
         broadcast_state(state, comm)
     precision = Precision(config.precision, device, Bf16Weights(model) if config.precision == BF16_WEIGHTS else None)
-    samples = HeldOut(task, comm, config, on_cuda=device.type == "cuda")
+    samples = HeldOut(task, comm, config, device)
     if not samples.count:
         raise DataError(
             "there are no samples to evaluate on",
@@ -91,9 +91,7 @@ def evaluate_run(
             everywhere=True,
         )
     own: list[tuple[int, dict[str, Any]]] = []
-    found = evaluate(
-        task, model, comm, precision, device, samples, on_pass=lambda place, sums: own.append((place.start, sums))
-    )
+    found = evaluate(samples, model, precision, on_pass=lambda place, sums: own.append((place.start, sums)))
     numbers = [(start, {name: [float(part) for part in pair] for name, pair in sums.items()}) for start, sums in own]
     gathered = allgather_json(comm, numbers, name="evaluate/passes")
     passes: list[tuple[int, Sums]] = [(start, sums) for each in gathered for start, sums in each]
@@ -140,8 +138,9 @@ def evaluate_tasks(
     answering = import_module("lm_eval.models.huggingface").HFLM(
         pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=1
     )
+    tokens = answering._loglikelihood_tokens
     # loglikelihood_rolling would show a progress bar for each document.
-    answering._loglikelihood_tokens = partial(_quiet, answering._loglikelihood_tokens)
+    answering._loglikelihood_tokens = lambda *given, **options: tokens(*given, **{**options, "disable_tqdm": True})
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         setattr(answering, kind, partial(_answer_all, getattr(answering, kind), comm))
     manager = import_module("lm_eval.tasks").TaskManager(include_path=None if folder is None else str(folder))
@@ -169,10 +168,6 @@ def evaluate_tasks(
             " HF_HUB_OFFLINE=1 here",
         ) from error
     return {name: _metrics(values) for name, values in found["results"].items()}, found["samples"]
-
-
-def _quiet(answer: Callable[..., list[Any]], requests: Any, disable_tqdm: bool = True, **options: Any) -> list[Any]:
-    return answer(requests, disable_tqdm=True, **options)
 
 
 def _answer_all(answer: Callable[..., list[Any]], comm: Comm, requests: Sequence[Any], **options: Any) -> list[Any]:

@@ -186,10 +186,8 @@ class _StepSums:
         if line.get("event") == "started" and not line.get("goes_on"):
             self._clear()
         self._end = max(self._end, line.get("time", self._end))
-        if is_step:
-            self._add_step(line)
-
-    def _add_step(self, line: Mapping[str, Any]) -> None:
+        if not is_step:
+            return
         if line["step"] <= self._first["step"]:
             self._first = line
         while self._last and self._last[-1][0] >= line["step"]:  # repeated after a roll back

@@ -41,10 +41,11 @@ class Round:
     copier: StoreCopier | None = field(default=None, init=False)  # of checkpoints to a store, on rank 0; else None
     engine: Engine | None = field(default=None, init=False)  # exchange and optimizer
     batch_norm: Statistics | None = field(default=None, init=False)  # what synchronized batch norm shares; None without
-    ended_at: int | None = field(default=None, init=False)  # the step at which a callback ends training
     is_ending: bool = field(default=False, init=False)  # it needs no other rank any more
 
     @property
     def stop(self) -> int:
-        """The step to stop at."""
-        return stop_step(self.run.config.train, self.worker.horizon) if self.ended_at is None else self.ended_at
+        """The step to stop at; the present one if a callback ends training."""
+        if self.worker.callbacks.why is not None:
+            return self.worker.state.progress.step
+        return stop_step(self.run.config.train, self.worker.horizon)

@@ -34,15 +34,21 @@ from hvdtrain.training.start.build import build_engine, build_trainer
 from hvdtrain.training.start.device import (
     bind_rank,
     check_device_is_own,
+    fix_threads,
     pick_device,
     set_tf32,
     training_stream,
     use_deterministic_kernels,
 )
-from hvdtrain.training.start.make_task import check_same_data, make_task, make_task_by_rank, refuse_exit
+from hvdtrain.training.start.make_task import (
+    check_keeps_bits,
+    check_same_data,
+    make_task,
+    make_task_by_rank,
+    refuse_exit,
+)
 from hvdtrain.training.start.opening import claim_together, describe_start, recording
 from hvdtrain.training.start.restore import resume_state
-from hvdtrain.training.start.same_bits import check_keeps_bits, fix_threads
 from hvdtrain.training.start.store_target import fetch_checkpoint
 
 
@@ -162,7 +168,7 @@ def _train_recorded(current: Round, timeline: TimelinePlan, sinks: Sequence[Any]
             energy = describe_start(current)
             resumed_at = resume_state(current)
             if worker.plan.bits:
-                fix_threads(worker, comm)
+                fix_threads(worker.state.progress, worker.info.variables, comm)
             if current.copier is not None and current.store is not None:
                 current.copier.begin(next((saved.path for saved in reversed(current.store.list())), None))
             # Now the step is known: the observers of the steps to come, and the trainer of these steps.

@@ -33,7 +33,7 @@ def build(hidden: int = 64, act: str = "relu") -> None:
 @pytest.mark.parametrize("function", [*map(load_task_function, NAMED), build])
 def test_help_describes_every_option_and_shows_its_default_once(function: Callable[..., Any]) -> None:
     parser = make_parser(function)
-    for option in list_options(parser).options:
+    for option in list_options(parser):
         assert option.effect and (option.default is not None or "(default: " in option.effect), option.name
     shown = re.split(r"\n  (?=--)", parser.format_help().partition("--task TASK   ")[2])
     assert len(shown) > 30 and {option.count("(default:") + option.count("(required)") for option in shown} == {1}

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 
 from hvdtrain.config.parse import parse_argv
-from hvdtrain.config.sync import OuterPlan, Sync, apportion, outer_plan, parse_sync
+from hvdtrain.config.sync import OuterPlan, apportion, outer_plan, parse_sync
 from hvdtrain.data.workers import Workers
 from hvdtrain.engine.outer import divide
 from hvdtrain.errors import ConfigError
@@ -19,8 +19,8 @@ def plan(*options: str) -> OuterPlan | None:
 
 
 def test_names_and_steps() -> None:
-    assert parse_sync("every_step") == Sync("every_step", 1)
-    assert parse_sync("diloco:32") == Sync("diloco", 32)
+    assert parse_sync("every_step") == ("every_step", 1)
+    assert parse_sync("diloco:32") == ("diloco", 32)
     assert outer_plan(parse_argv([], None).config) is None
 
 

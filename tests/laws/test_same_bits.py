@@ -153,10 +153,10 @@ def _writing() -> Task:
 
 
 def test_the_number_of_threads_is_that_of_the_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hvdtrain.training.start import same_bits
+    from hvdtrain.training.start import device
 
     assert record(tmp_path, *RAGGED, "--train.stop_at=2").state().values["progress"]["threads"] == 1
-    monkeypatch.setattr(same_bits, "without_our_variables", lambda variables: {"OMP_NUM_THREADS": "3"})
+    monkeypatch.setattr(device, "without_our_variables", lambda variables: {"OMP_NUM_THREADS": "3"})
     with pytest.raises(LaunchError, match="rank 0 was started with OMP_NUM_THREADS=3") as caught:
         record(tmp_path, *RAGGED, "--train.stop_at=4", size=2)
     assert "OMP_NUM_THREADS=1, as since the first start" in str(caught.value)

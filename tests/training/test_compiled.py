@@ -15,7 +15,7 @@ from hvdtrain import Task
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.errors import ConfigError
 from hvdtrain.training.loop.bf16_weights import Bf16Weights
-from hvdtrain.training.loop.compiled import compile_blocks
+from hvdtrain.training.loop.blocks import compile_blocks
 from tests.support.gallery import Recorded
 from tests.support.stack import Stack
 

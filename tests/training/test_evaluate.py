@@ -47,9 +47,9 @@ def _evaluate(
 ) -> Evaluation:
     comm, device = comm or SoloComm(), how.pop("device", CPU)
     config = Config(train=TrainConfig(micro_batch=micro_batch, eval_samples=most), loader=LoaderConfig(workers=workers))
-    held_out = HeldOut(task, comm, config, on_cuda=False)
+    held_out = HeldOut(task, comm, config, device)
     for _ in range(times):
-        found = evaluate(task, task.model, comm, Precision("fp32", CPU), device, held_out, **how)
+        found = evaluate(held_out, task.model, Precision("fp32", CPU), **how)
     assert found is not None
     return found
 

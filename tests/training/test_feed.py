@@ -58,7 +58,7 @@ def feed(tmp_path: Path) -> Iterator[Callable[..., Feed]]:
 
 
 def _draw(feed: Feed, step: int) -> list[list[int]]:
-    return [batch.tolist() for _, batch in feed.draw(feed.next_share().batches, step)]
+    return [batch.tolist() for _, batch in feed.draw(next(feed.shares).batches, step)]
 
 
 def test_a_batch_drawn_ahead_is_the_next_one(feed: Callable[..., Feed], tmp_path: Path) -> None:

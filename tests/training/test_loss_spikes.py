@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.training.diagnostics.step_checks import KEEP, Series, detect_jump
+from hvdtrain.training.diagnostics.step_checks import KEEP, Series
 
 
 def _told(losses: list[float]) -> list[int]:
-    found = [detect_jump(losses[max(0, t - KEEP) : t], loss) for t, loss in enumerate(losses)]
+    found = [Series(losses[max(0, t - KEEP) : t]).jump(loss) for t, loss in enumerate(losses)]
     series = Series()
     for expected, loss in zip(found, losses, strict=True):
         assert series.jump(loss) == expected
@@ -57,7 +57,7 @@ def test_a_long_spike_is_reported_once(seed: int, at: int, length: int, factor: 
     for t in range(at, at + length):
         losses[t] *= factor
     assert [t for t in _told(losses) if t < at + length] == [at]
-    expected = detect_jump(losses[max(0, at - KEEP) : at], losses[at])
+    expected = Series(losses[max(0, at - KEEP) : at]).jump(losses[at])
     assert expected == pytest.approx(3, abs=0.1)
 
 

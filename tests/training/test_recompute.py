@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.task.causal_lm import ModelConfig, causal_lm
-from hvdtrain.training.loop.recompute import checkpoint_blocks
+from hvdtrain.training.loop.blocks import checkpoint_blocks
 from tests.support.gallery import LANGUAGE, Recorded
 from tests.support.stack import Stack
 
@@ -127,7 +127,7 @@ def test_what_is_computed_again(mode: str, again: dict[int, int]) -> None:
 def test_an_evaluation_pays_nothing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     checkpoint_blocks(model, mode)
-    monkeypatch.delattr("hvdtrain.training.loop.recompute.checkpoint")
+    monkeypatch.delattr("hvdtrain.training.loop.blocks.checkpoint")
     with torch.no_grad():
         model(torch.randn(6, 8))
     with pytest.raises(NameError, match="checkpoint"):

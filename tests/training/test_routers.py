@@ -19,7 +19,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import OnStages
 from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss
-from hvdtrain.training.loop.router_loads import EVERY, RouterLoads, make_router_loads, routers_of
+from hvdtrain.training.loop.router_loads import EVERY, RouterLoads, routers_of
 from tests.laws.test_fsdp import check_equal
 from tests.support.divided_models import DIVIDED, divided
 from tests.support.gallery import Recorded
@@ -41,9 +41,7 @@ def _model(experts: int = 4) -> nn.Module:
 
 
 def _loads(model: nn.Module, comm: Any, events: list[Any], *, counts: bool = True) -> RouterLoads:
-    found = make_router_loads(model, comm, 0.1, events.append, counts=counts)
-    assert found is not None
-    return found
+    return RouterLoads(routers_of(model), comm, 0.1, events.append, counts=counts)
 
 
 def _step(loads: RouterLoads, model: nn.Module, experts: list[int], step: int = 1, *, applied: bool = True) -> None:

@@ -17,7 +17,7 @@ from hvdtrain.spans import Spans
 from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision
 from hvdtrain.training.loop.step import Stepper
-from hvdtrain.training.loop.unused_parameters import count_users, used_by_nobody
+from hvdtrain.training.loop.update import count_users, used_by_nobody
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ from hvdtrain.comm.rounds import OneRound, Rounds
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.feedback import RESIDUAL
 from hvdtrain.config.parse import parse_object
+from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.bucket_exchange import BucketExchange
@@ -26,6 +27,7 @@ from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.plan.plan import plan_of
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import TimelinePlan
@@ -142,11 +144,12 @@ def test_records_of_repeated_steps_start_again(worker: WorkerState) -> None:
     worker.commits.commit(worker.state)
     worker.last_record = {"step": 1}
     worker.end_round(synchronized=True)
-    assert not worker.lost_recorded_steps()
+    opened: Any = (SimpleNamespace(config=Config()), SimpleNamespace(rank=1), RunLayout(Path()))
+    assert not worker.open_recorder(*opened)
     worker.step = worker.state.progress.step = 2
     worker.last_record = {"step": 3}
     worker.end_round(synchronized=False)
-    assert worker.lost_recorded_steps()
+    assert worker.open_recorder(*opened)
     worker.close_recorder()
     assert worker.recorder is None
 

@@ -11,10 +11,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from hvdtrain.comm.base import Comm
-    from hvdtrain.engine.base import Engine
-    from hvdtrain.state.train_state import TrainState
     from hvdtrain.training.loop.evaluate import Evaluation
+    from hvdtrain.training.round import Round
 
 
 @dataclass
@@ -26,45 +24,41 @@ class Training:
             are none. Collective: yes. It calls no callback.
     """
 
-    _state: TrainState
-    _engine: Engine
-    _comm: Comm
-    _stop: Callable[[], int]
-    _asked: list[str]
-    _say: Callable[[str], None]
+    _current: Round
     device: torch.device  # of the model
     evaluate: Callable[[], Evaluation | None]
 
     @property
     def model(self) -> nn.Module:
         """The model after the newest step: a divided update is completed. With engine fsdp, its rows of this rank."""
-        self._engine.complete()
-        return self._state.model
+        if self._current.engine is not None:  # else the round has ended
+            self._current.engine.complete()
+        return self._current.worker.state.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer. Learning rates are set before each step."""
-        return self._state.optimizer
+        return self._current.worker.state.optimizer
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._state.progress.step
+        return self._current.worker.state.progress.step
 
     @property
     def steps(self) -> int:
         """Step at which training ends, unless something stops it earlier."""
-        return self._stop()
+        return self._current.stop
 
     @property
     def rank(self) -> int:
         """Number of this rank."""
-        return self._comm.rank
+        return self._current.comm.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._comm.size
+        return self._current.comm.size
 
     def stop(self, why: str) -> None:
         """End training on all ranks, with an evaluation and a checkpoint. One rank's call is enough.
@@ -72,11 +66,11 @@ class Training:
         Called in `on_begin` or `on_evaluation`, it ends at this step, else after the next one. `why` is shown, and
         written to the journal.
         """
-        self._asked.append(why)
+        self._current.worker.callbacks.asked.append(why)
 
     def say(self, text: str) -> None:
         """Show a line. Only rank 0 does."""
-        self._say(text)
+        self._current.recorder.say(text)
 
 
 class Callback:

@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ class BackwardTrace:
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> BackwardTrace:
-        self._hooks += [node.register_hook(self._hook(node)) for node in _graph(self._loss)]
+        self._hooks += [node.register_hook(partial(self._on_gradients, node)) for node in _graph(self._loss)]
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -265,20 +266,17 @@ class BackwardTrace:
         stack = dict(node.metadata).get("traceback_", [])  # type: ignore[call-overload]
         return Origin("backward", self._module_of.get(node), None, node.name(), source_line(stack))
 
-    def _hook(self, node: Node) -> Callable[[Any, Any], None]:
-        def on_gradients(given: Sequence[Tensor | None], taken: Sequence[Tensor | None]) -> None:
-            """`given` to the next nodes, `taken` from the previous ones."""
-            if any(g is not None and not_finite(g) for g in taken):
-                self._received.add(node)
-            targets = [
-                target
-                for (target, _), gradient in zip(node.next_functions, given, strict=False)
-                if target is not None and gradient is not None and not_finite(gradient)
-            ]
-            if targets:
-                self._outputs[node] = targets
-
-        return on_gradients
+    def _on_gradients(self, node: Node, given: Sequence[Tensor | None], taken: Sequence[Tensor | None]) -> None:
+        """Note non-finite gradients: `given` to the next nodes, `taken` from the previous ones."""
+        if any(g is not None and not_finite(g) for g in taken):
+            self._received.add(node)
+        targets = [
+            target
+            for (target, _), gradient in zip(node.next_functions, given, strict=False)
+            if target is not None and gradient is not None and not_finite(gradient)
+        ]
+        if targets:
+            self._outputs[node] = targets
 
 
 def _graph(loss: Tensor) -> list[Node]:

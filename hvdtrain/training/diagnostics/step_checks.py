@@ -31,7 +31,7 @@ _SMALLEST = 0.01  # smallest deviation, as a share of the median, so that a curv
 
 _QUIET = 8  # steps without a spike before the next one counts as new
 
-KEEP = WINDOW + _QUIET  # values that `detect_jump` needs
+KEEP = WINDOW + _QUIET  # values that `Series.jump` needs
 
 _REPLAYS, _WITHIN = 3, 1000  # largest number of replays within a number of steps; each costs a step or two
 _STABLE = 100  # steps at a loss scale; before, an overflow is how fp16 finds its scale
@@ -48,26 +48,8 @@ _UNKNOWN = (
 _NEXT_OTHERWISE = "lower --optimizer.lr, raise --optimizer.warmup_steps, or try --precision fp32"
 
 
-def detect_jump(before: Sequence[float], value: float) -> float | None:
-    """Return the expected value if a value jumped; None if it did not, or if that was already reported.
-
-    A jump is a distance from the median, in median absolute deviations; a few earlier jumps hardly change either. If
-    all values are positive, their logarithms must jump too, because they are less skewed than losses of small batches.
-
-    `before`: values of applied steps, the newest last; `KEEP` of them are enough.
-    """
-    before = list(before)
-    expected = _jumped(before[-WINDOW:], value)
-    if expected is None:
-        return None
-    for back in range(1, min(_QUIET, len(before)) + 1):
-        if _jumped(before[-back - WINDOW : -back], before[-back]) is not None:
-            return None
-    return expected
-
-
 class Series:
-    """The newest values of a series, `KEEP` at most; the last `WINDOW` of them also in their order."""
+    """The newest values of applied steps, `KEEP` at most; the last `WINDOW` of them also in their order."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:
         self.values = list(values)
@@ -81,36 +63,38 @@ class Series:
         self.values = [*self.values[1 - KEEP :], value]  # a new list: a snapshot may refer to the old one
 
     def jump(self, value: float) -> float | None:
-        """Return what `detect_jump` does, at once where a value is near the median, as nearly always."""
-        if len(self._ordered) < _LEAST:
+        """Return the expected value if a value jumped; None if it did not, or if that was already reported.
+
+        A jump is a distance from the median, in median absolute deviations; a few earlier jumps hardly change either.
+        If all values are positive, their logarithms must jump too, because they are less skewed than losses of small
+        batches.
+        """
+        expected = _jumped(self._ordered, value)
+        if expected is None:
             return None
-        median = self._ordered[len(self._ordered) // 2]
-        least = _SMALLEST * (median if median > 0 else -median)
-        if value - median <= _DEVIATIONS * least:
-            return None
-        return detect_jump(self.values, value) if _stands_out(self._ordered, median, value, least) else None
+        for back in range(1, min(_QUIET, len(self.values)) + 1):
+            if _jumped(sorted(self.values[-back - WINDOW : -back]), self.values[-back]) is not None:
+                return None
+        return expected
 
 
-def _jumped(window: Sequence[float], value: float) -> float | None:
-    if len(window) < _LEAST:
+def _jumped(ordered: Sequence[float], value: float) -> float | None:
+    if len(ordered) < _LEAST:
         return None
-    ordered = sorted(window)
     median = ordered[len(ordered) // 2]
-    if value - median <= _DEVIATIONS * _SMALLEST * abs(median):  # nearly always
+    least = _SMALLEST * (median if median > 0 else -median)
+    if value - median <= _DEVIATIONS * least:  # nearly always
         return None
-    found = _stands_out(ordered, median, value, _SMALLEST * abs(median))
+    found = _stands_out(ordered, median, value, least)
     if found and ordered[0] > 0 and value > 0:
         found = _stands_out([math.log(x) for x in ordered], math.log(median), math.log(value), _SMALLEST)
     return median if found else None
 
 
 def _stands_out(window: Sequence[float], median: float, value: float, least: float) -> bool:
-    return abs(value - median) > _DEVIATIONS * max(_deviation(window, median), least)
-
-
-def _deviation(values: Sequence[float], median: float) -> float:
-    """Return the standard deviation, for a normal distribution, from the median absolute deviation."""
-    return 1.4826 * median_of([x - median if x > median else median - x for x in values])
+    # For a normal distribution, the standard deviation is 1.4826 times the median absolute deviation.
+    deviation = 1.4826 * median_of([x - median if x > median else median - x for x in window])
+    return abs(value - median) > _DEVIATIONS * max(deviation, least)
 
 
 @dataclass

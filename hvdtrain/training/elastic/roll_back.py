@@ -95,7 +95,13 @@ class RollBack:
         # Before any collective: if a rank is lost in one, all others have rolled back.
         state.progress.left_out = merge_ranges([*before.left_out, spoiled.positions])
         state.progress.rolled_back = [*before.rolled_back, step]
-        self._report(spoiled, step, state.progress.step)
+        begin, end = spoiled.positions
+        facts = {"from_step": step, "to_step": state.progress.step, "positions": [begin, end], "reason": spoiled.kind}
+        self.event({"event": "rolled_back", "at_step": step, **facts})
+        self.warn(
+            f"training rolls back from step {step} to step {state.progress.step}, and leaves out the samples at"
+            f" positions {begin} to {end - 1} ({'the loss jumped' if spoiled.kind == 'spikes' else 'not finite'})"
+        )
         wait_saved()
 
         def set_aside() -> None:  # newer checkpoints: there are some only among skipped steps, which have no commits
@@ -114,16 +120,6 @@ class RollBack:
             return True
         self.warn(f"no roll back at step {progress.step}: there were {MAX_ROLL_BACKS} within {STRETCH} steps")
         return False
-
-    def _report(self, spoiled: SpoiledSteps, step: int, to: int) -> None:
-        facts = {"from_step": step, "to_step": to, "positions": spoiled.positions, "reason": spoiled.kind}
-        self.event({"event": "rolled_back", "at_step": step, **facts})
-        begin, end = spoiled.positions
-        why = "the loss jumped" if spoiled.kind == "spikes" else "not finite"
-        self.warn(
-            f"training rolls back from step {step} to step {to}, and leaves out the samples at positions {begin} to"
-            f" {end - 1} ({why})"
-        )
 
 
 def merge_ranges(ranges: Sequence[list[int]]) -> list[list[int]]:

@@ -31,9 +31,8 @@ from hvdtrain.state.train_state import Progress, TrainState
 from hvdtrain.task.base import Task
 from hvdtrain.training.callbacks.group import Callbacks
 from hvdtrain.training.loop.bf16_weights import Bf16Weights
-from hvdtrain.training.loop.compiled import compile_blocks
+from hvdtrain.training.loop.blocks import checkpoint_blocks, compile_blocks
 from hvdtrain.training.loop.forward import Precision, autocast_experts
-from hvdtrain.training.loop.recompute import checkpoint_blocks
 from hvdtrain.training.loop.step_sums import PendingSignals
 from hvdtrain.training.start.optimizers import (
     check_own_optimizer,
@@ -86,17 +85,14 @@ class WorkerState:
         """Return whether this process continues the run within its job, after an earlier round."""
         return self.step != NOTHING
 
-    def lost_recorded_steps(self) -> bool:
-        """Return whether the journal has steps that the state no longer contains."""
-        return self.last_record is not None and self.step < self.last_record["step"]
-
     def open_recorder(self, run: RunConfig, comm: Comm, layout: RunLayout) -> bool:
         """Keep the recorder of the last round if it still fits, or open a new one; return whether it is new.
 
         It fits if this process leads (rank 0), or does not lead, as before, and if no recorded step was lost.
         """
         leads = comm.rank == 0
-        if self.recorder is not None and self.recorder.is_rank_0 == leads and not self.lost_recorded_steps():
+        lost = self.last_record is not None and self.step < self.last_record["step"]
+        if self.recorder is not None and self.recorder.is_rank_0 == leads and not lost:
             return False
         self.close_recorder()
         live = self.info.launcher == NO_LAUNCHER

@@ -67,11 +67,6 @@ class BalanceLoss(StepPart):
             )
         return self._factor * torch.stack([self._of_router(*each) for each in chosen]).sum()
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
     def _on_forward(self, router: nn.Module, inputs: Any, output: Any) -> None:
         self._has_run = True
         # Nothing is computed here: within a block, a recomputation in backward would have to do the same.
@@ -91,12 +86,6 @@ class BalanceLoss(StepPart):
         frequencies_SE = counts_SE * (experts / ids_SK.shape[1])
         loss: Tensor = logits_STE.shape[1] * (frequencies_SE * shares_SE).sum()
         return loss
-
-
-def _is_elsewhere(parameter: nn.Parameter) -> bool:
-    """Return whether another stage of a pipeline has a parameter."""
-    place = on_stages(parameter)
-    return place is not None and parameter.shape != place.whole
 
 
 def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *, compiled: bool) -> BalanceLoss | None:
@@ -124,5 +113,7 @@ def make_balance_loss(model: nn.Module, factor: float, dimensions: Dimensions, *
             next_step=f"leave out {_OPTION}",
             everywhere=True,
         )
-    own = [router for router in routers.values() if not any(map(_is_elsewhere, router.parameters()))]
+    # Not those that another stage of a pipeline has.
+    places = {router: [(p.shape, on_stages(p)) for p in router.parameters()] for router in routers.values()}
+    own = [router for router, of in places.items() if all(place is None or shape == place.whole for shape, place in of)]
     return BalanceLoss(own, factor) if own else None

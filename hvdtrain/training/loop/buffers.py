@@ -67,10 +67,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass writes to persistent buffers; not to those that all ranks write together."""
-    own = (place for place in all_buffers(model) if not isinstance(place[0], Synchronized))
-    copies = copy_to_host(place for place in own if _is_saved(place))
+def _restored(copies: list[Copied]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -78,15 +75,9 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
             copy.restore()
 
 
-@contextmanager
-def restored_on_device(block: nn.Module) -> Iterator[None]:
-    """Do the same without waiting for the device, with copies there."""
-    copies = _copy_on_device([place for place in all_buffers(block) if _is_saved(place)])
-    try:
-        yield
-    finally:
-        for copy in copies:
-            copy.restore()
+def restored_on_device(block: nn.Module) -> AbstractContextManager[object]:
+    """Undo what a forward pass writes to persistent buffers, without waiting for the device: copies are there."""
+    return _restored(_copy_on_device([place for place in all_buffers(block) if _is_saved(place)]))
 
 
 class Rollback(StepPart):
@@ -118,8 +109,9 @@ class Rollback(StepPart):
             self._copies = _copy_on_device(self._written)
 
     def around_repeated(self) -> AbstractContextManager[object]:
-        """Undo what the passes within write."""
-        return restored_buffers(self._model)
+        """Undo what the passes within write to persistent buffers; not to those that all ranks write together."""
+        own = (place for place in all_buffers(self._model) if not isinstance(place[0], Synchronized))
+        return _restored(copy_to_host(place for place in own if _is_saved(place)))
 
     def abort(self) -> None:
         """Restore the buffers."""

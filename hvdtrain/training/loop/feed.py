@@ -24,15 +24,16 @@ from hvdtrain.training.round import Round
 class Feed:
     """The samples of one rank, from any position; `stream` is its share of them.
 
-    `records`: whether the ledger notes them here, not on another rank with the same samples.
+    `records`: whether the ledger notes them here, not on another rank with the same samples. `shares`: yields this
+    rank's share of each further step, for `draw`; not of workers that train apart.
     """
 
     current: Round
     stream: Stream
     ledger: Ledger
     records: bool = True
+    shares: Iterator[StepShare] = field(default_factory=lambda: iter(()), init=False)
     _batches: Iterator[HostBatch] = field(default_factory=lambda: iter(()), init=False)
-    _shares: Iterator[StepShare] = field(default_factory=lambda: iter(()), init=False)
     _ahead: Future[HostBatch] | None = field(default=None, init=False)
 
     def begin(self, progress: Progress, stop: int, why: str) -> None:
@@ -42,12 +43,8 @@ class Feed:
         worker, loader, steps = self.current.worker, self.current.run.config.loader, stop - progress.step
         collate, on_cuda = worker.task.collate, worker.device.type == "cuda"
         self._ahead = None
-        self._shares = self.stream.steps(progress.position, steps)
+        self.shares = self.stream.steps(progress.position, steps)
         self._batches = train_batches(self.stream, progress.position, steps, loader, collate, on_cuda=on_cuda)
-
-    def next_share(self) -> StepShare:
-        """Return this rank's share of the next step, for `draw`; not of workers that train apart."""
-        return next(self._shares)
 
     def ahead(self) -> None:
         """Draw the first batch of the next step now. If that fails, `draw` raises the error."""

@@ -161,11 +161,6 @@ class RouterLoads(StepPart):
                 layers[name] = {"tokens": sum(loads), "busiest": busiest, "entropy": _entropy(loads)}
         self._event({"event": "experts", "at_step": step, "layers": {name: layers[name] for name in self._routers}})
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
 
 def _entropy(loads: list[float]) -> float:
     """Return the entropy of the loads over that of equal loads: 1 if all are equal, 0 if one expert has all."""
@@ -173,26 +168,15 @@ def _entropy(loads: list[float]) -> float:
     return -sum(share * math.log(share) for share in shares) / math.log(len(loads)) if shares else math.nan
 
 
-def make_router_loads(
-    model: nn.Module, comm: Comm, rate: float, event: Callable[[dict[str, Any]], None], *, counts: bool
-) -> RouterLoads | None:
-    """Return the loads of a model's routers; None if it has none with a weight for each expert."""
-    found = routers_of(model)
-    return RouterLoads(found, comm, rate, event, counts=counts) if found else None
-
-
 def routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers that have a weight for each expert, by name: modules that are named router or gate."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if (_NAME.fullmatch(name.rpartition(".")[2]) or _KIND.search(type(module).__name__)) and _is_router(module)
-    }
-
-
-def _is_router(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and whole_shape(weight)[0] > 1
+    found = {}
+    for name, module in model.named_modules():
+        if _NAME.fullmatch(name.rpartition(".")[2]) or _KIND.search(type(module).__name__):
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and whole_shape(weight)[0] > 1:
+                found[name] = module
+    return found
 
 
 class TokenCounter:

@@ -50,9 +50,8 @@ class Saving:
         current, stepper = self.current, self.stepper
         self._config, self._comm, self._store = current.run.config, current.comm, current.store
         self._recorder, self._worker, self._state = current.recorder, current.worker, current.worker.state
-        on_cuda, uniform = stepper.device.type == "cuda", stepper.engine.uniform_passes
-        dimensions = current.worker.plan.dimensions
-        self.held_out = HeldOut(stepper.task, self._comm, self._config, dimensions, on_cuda=on_cuda, uniform=uniform)
+        dimensions, uniform = current.worker.plan.dimensions, stepper.engine.uniform_passes
+        self.held_out = HeldOut(stepper.task, self._comm, self._config, stepper.device, dimensions, uniform=uniform)
         check_frozen(self._state)  # notes the values at the start
         self._unsaved: UnsavedValues | None = UnsavedValues(self._state.optimizer)
         keep, event, warn = self._config.checkpoint.keep, self._recorder.event, self._recorder.warn
@@ -96,8 +95,6 @@ class Saving:
             if (found := self.measure()) is not None:
                 self._callbacks.on_evaluation(found)
                 self._best.check(found.metrics)
-                if self._callbacks.why is not None:
-                    self.current.ended_at = self._state.progress.step
         if found is not None:
             facts = {"loss": found.loss, "samples": found.samples, "metrics": found.metrics}
             facts["seconds"] = time.perf_counter() - began_s
@@ -125,21 +122,23 @@ class Saving:
         """Return loss and metrics of the model's present values; None without held-out data. Collective: yes."""
         stepper = self.stepper
         stepper.engine.complete()
-        return evaluate(
-            stepper.task,
-            stepper.model,
-            self._comm,
-            stepper.precision,
-            stepper.device,
-            self.held_out,
-            touch=stepper.spans.touch,
-        )
+        return evaluate(self.held_out, stepper.model, stepper.precision, stepper.spans.touch)
 
     def catch_up(self, requests: Callable[[], list[int]]) -> None:
         """Do the evaluation and the save due at this step, if a lost rank prevented them. Collective: yes."""
-        unsaved, unevaluated = self._is_unsaved(), self._is_unevaluated()
-        evaluated = self.evaluate() if unevaluated or (unsaved and self.is_evaluation_due()) else None
         step = self._state.progress.step
+
+        def is_missing() -> bool:
+            assert self._store is not None
+            return all(saved.step != step for saved in self._store.list())
+
+        def is_unevaluated() -> bool:  # as far as rank 0 knows
+            return 0 <= self._worker.evaluated < step
+
+        unsaved = self.is_save_due() and on_rank_0(self._comm, is_missing, name="owed")
+        is_due = self.is_evaluation_due()
+        unevaluated = is_due and on_rank_0(self._comm, is_unevaluated, name="unseen")
+        evaluated = self.evaluate() if unevaluated or (unsaved and is_due) else None
         if self.is_best(evaluated) or unsaved:
             self.save(evaluated, wait=step == self.current.stop, requests=requests)
         self._worker.evaluated = step
@@ -206,23 +205,6 @@ class Saving:
                 f" starts without them: {listed(names, rest=ETC)}; let it keep tensors"
                 " in its state, and numbers in its state or its groups"
             )
-
-    def _is_unsaved(self) -> bool:
-        """Return whether the checkpoint due at this step is missing. Collective: yes."""
-        if not self.is_save_due():
-            return False
-
-        def is_missing() -> bool:
-            assert self._store is not None
-            return all(saved.step != self._state.progress.step for saved in self._store.list())
-
-        return on_rank_0(self._comm, is_missing, name="owed")
-
-    def _is_unevaluated(self) -> bool:
-        """Return whether the evaluation due at this step is missing, as far as rank 0 knows. Collective: yes."""
-        if not self.is_evaluation_due():
-            return False
-        return on_rank_0(self._comm, lambda: 0 <= self._worker.evaluated < self._state.progress.step, name="unseen")
 
     def is_evaluation_due(self) -> bool:
         """Return whether an evaluation is due after the newest step."""

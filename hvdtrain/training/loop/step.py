@@ -21,8 +21,7 @@ from hvdtrain.task.base import Task
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
 from hvdtrain.training.loop.hashes import pass_hashes
 from hvdtrain.training.loop.step_part import StepPart
-from hvdtrain.training.loop.unused_parameters import count_users
-from hvdtrain.training.loop.update import StepResult, Update
+from hvdtrain.training.loop.update import StepResult, Update, count_users
 
 
 @dataclass
@@ -97,56 +96,46 @@ class Stepper:
         previous step.
         """
         try:
-            return self._run(batches, count, values, extra, positions)
+            engine, spans, having = self.engine, self._spans, self._having
+            engine.begin(count + extra, positions)
+            self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
+            for part in self.parts:
+                part.begin(count)
+            losses, weights = self._passes(batches, count)
+            if not count:
+                self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
+            for part in having["start"]:
+                part.start()
+            unused = tuple(engine.unused())
+            integers = [*values, *count_users(unused, self.comm.size)]
+            if positions is None:
+                totals = self._totals(losses, weights, integers)
+            else:
+                totals = self._placed(losses, weights, integers, positions)
+            summed, by_position = self.comm.allreduce(totals, name="step/totals"), None
+            with spans["wait"]:
+                gradients = engine.finish()
+                summed.wait()
+                if positions is not None:
+                    numbers, rest = torch.split(totals, [2 * positions.count, len(integers)])
+                    totals = torch.cat([numbers.view(2, -1).sum(dim=1), rest])
+                    by_position = HostCopy(numbers.view(2, -1).T)
+                for part in having["wait"]:
+                    part.wait()
+            with spans["clip"]:
+                self._update.decide(gradients, totals, unused, len(values))
+                del gradients  # an engine may free them before it gathers parameters
+            with spans["optimizer"]:
+                self._update.apply()
+                if not self.by_device:
+                    return self._finished(by_position)
+            self.ahead()
+            with spans["optimizer"]:
+                return self._finished(by_position)
         except BaseException:
             for part in self.parts:
                 part.abort()
             raise
-
-    def _run(
-        self,
-        batches: Iterable[tuple[Callable[[], None], Any]],
-        count: int,
-        values: list[int],
-        extra: int,
-        positions: Positions | None,
-    ) -> StepResult:
-        engine, spans, having = self.engine, self._spans, self._having
-        engine.begin(count + extra, positions)
-        self.spans.sizes.pop(self.spans.step, None)  # of a step that is repeated
-        for part in self.parts:
-            part.begin(count)
-        losses, weights = self._passes(batches, count)
-        if not count:
-            self.precision.scaler.scale(torch.zeros((), device=self.device))  # creates an idle rank's scaler
-        for part in having["start"]:
-            part.start()
-        unused = tuple(engine.unused())
-        integers = [*values, *count_users(unused, self.comm.size)]
-        if positions is None:
-            totals = self._totals(losses, weights, integers)
-        else:
-            totals = self._placed(losses, weights, integers, positions)
-        summed, by_position = self.comm.allreduce(totals, name="step/totals"), None
-        with spans["wait"]:
-            gradients = engine.finish()
-            summed.wait()
-            if positions is not None:
-                numbers, rest = torch.split(totals, [2 * positions.count, len(integers)])
-                totals = torch.cat([numbers.view(2, -1).sum(dim=1), rest])
-                by_position = HostCopy(numbers.view(2, -1).T)
-            for part in having["wait"]:
-                part.wait()
-        with spans["clip"]:
-            self._update.decide(gradients, totals, unused, len(values))
-            del gradients  # an engine may free them before it gathers parameters
-        with spans["optimizer"]:
-            self._update.apply()
-            if not self.by_device:
-                return self._finished(by_position)
-        self.ahead()
-        with spans["optimizer"]:
-            return self._finished(by_position)
 
     def _finished(self, by_position: HostCopy | None) -> StepResult:
         result = self._update.result()

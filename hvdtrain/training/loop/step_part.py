@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hvdtrain.comm.base import Comm
 
@@ -22,6 +24,7 @@ class StepPart:
     """
 
     collective_passes: bool = False
+    _hooks: Sequence[RemovableHandle] = ()  # on the model
 
     def begin(self, count: int) -> None:
         """Start a step; this rank has `count` micro-batches."""
@@ -56,6 +59,8 @@ class StepPart:
 
     def close(self) -> None:
         """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Confirmation(StepPart):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,6 @@ class TimedStep:
     def record(self, spans: Spans) -> None:
         """Record its span, before those of later steps."""
         spans.record("step", self.start_ns, end_ns=self.end_ns, step=self.step)
-
-    @property
-    def step_s(self) -> float:
-        """Its duration in seconds."""
-        return (self.end_ns - self.start_ns) * 1e-9
 
 
 @dataclass
@@ -117,19 +112,7 @@ class Trainer:
             return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
-        current = self.current
-        seen = Training(
-            current.worker.state,
-            self.stepper.engine,
-            current.comm,
-            lambda: current.stop,
-            self._callbacks.asked,
-            current.recorder.say,
-            current.worker.device,
-            saving.measure,
-        )
-        self._callbacks.begin(seen, current.comm)
-        self._end_if_asked()
+        self._callbacks.begin(Training(self.current, self._worker.device, saving.measure), self.current.comm)
         if progress.step == 0:
             saving.evaluate()
         elif self.current.rounds.elastic:
@@ -153,7 +136,6 @@ class Trainer:
                 is_first = False
                 self._state.state_dict()  # an optimizer with unsavable state fails now, not at the first save
                 self._show_memory()
-            self._end_if_asked()
             reason = stop_reason(result.sums)
             # One signal may reach the ranks in two neighbouring steps: it asks for one save.
             asked = bool(result.sums[SAVE]) and progress.step > asked_at + 1
@@ -175,10 +157,6 @@ class Trainer:
                 return RANKS_CHANGE
         done = "finished" if progress.step >= self._worker.horizon else "stop_at"
         return self._end(self._callbacks.why or done)
-
-    def _end_if_asked(self) -> None:
-        if self._callbacks.why is not None:
-            self.current.ended_at = self._state.progress.step
 
     def _end(self, reason: str) -> str:
         # At once, before loader processes end: a launcher that has sent SIGTERM does not wait long.
@@ -205,7 +183,7 @@ class Trainer:
             yield from self._steps_apart(self.apart, values)
             return
         progress = self._state.progress
-        share = self.feed.next_share()
+        share = next(self.feed.shares)
         mine, repeated = share.batches, share.repeated
         timed = self._begin_step(progress.step + 1, share.end)
         parts = self.current.rounds.guard_parts(self.feed.draw(mine, progress.step + 1, repeated))
@@ -219,7 +197,7 @@ class Trainer:
         timed.record(self.stepper.spans)
         if self.balance is not None:
             self.balance.add_step(timed.seconds, len(mine))
-        self._advance(result, timed)
+        self._record_step(result, timed)
         yield result
 
     def _steps_apart(self, apart: WorkerSteps, values: list[int]) -> Iterator[StepResult]:
@@ -242,21 +220,31 @@ class Trainer:
         all_timed[-1].end(spans)
         all_timed[-1].record(spans)
         for result, timed in zip(results, all_timed, strict=True):
-            self._advance(result, timed)
+            self._record_step(result, timed)
             yield result
         for facts in outer:
-            self.current.recorder.event({"event": "outer_step", **asdict(facts), "drift": facts.drift})
+            self.current.recorder.event({"event": "outer_step", **facts})
 
     def _begin_step(self, step: int, end_position: int) -> TimedStep:
         spans = self.stepper.spans
         self.current.recorder.begin_step(step)
         spans.step = step
         start_ns = spans.now()
-        lr_factor = self._lr_factor(step - 1)
+        lr_factor, base_lr = self._worker.schedule(step - 1), self._worker.base_lrs[0]
+        if not 0 <= lr_factor * base_lr < math.inf:
+            raise TaskError(
+                f"invalid learning rate at step {step}",
+                expected="a schedule factor >= 0, times a finite learning rate",
+                found=f"factor {lr_factor}, learning rate {base_lr}",
+            )
         self._set_lr(lr_factor)
-        return TimedStep(step, self._worker.base_lrs[0] * lr_factor, start_ns, end_position)
+        return TimedStep(step, base_lr * lr_factor, start_ns, end_position)
 
-    def _advance(self, result: StepResult, timed: TimedStep) -> None:
+    def _set_lr(self, lr_factor: float) -> None:
+        for group, base in zip(self._state.optimizer.param_groups, self._worker.base_lrs, strict=True):
+            group["lr"] = base * lr_factor
+
+    def _record_step(self, result: StepResult, timed: TimedStep) -> None:
         """Count a step, and record it."""
         progress = self._state.progress
         progress.step += 1
@@ -264,34 +252,16 @@ class Trainer:
         progress.skipped_in_row = 0 if result.applied else progress.skipped_in_row + 1
         progress.skipped += not result.applied
         progress.lr = timed.lr
-        self._record_step(result, timed)
-
-    def _lr_factor(self, step: int) -> float:
-        factor = self._worker.schedule(step)
-        if not 0 <= factor * self._worker.base_lrs[0] < math.inf:
-            raise TaskError(
-                f"invalid learning rate at step {step + 1}",
-                expected="a schedule factor >= 0, times a finite learning rate",
-                found=f"factor {factor}, learning rate {self._worker.base_lrs[0]}",
-            )
-        return factor
-
-    def _set_lr(self, lr_factor: float) -> None:
-        for group, base in zip(self._state.optimizer.param_groups, self._worker.base_lrs, strict=True):
-            group["lr"] = base * lr_factor
-
-    def _record_step(self, result: StepResult, timed: TimedStep) -> None:
-        seconds = timed.seconds
         record: dict[str, Any] = {
-            "step": self._state.progress.step,
+            "step": progress.step,
             "time": steady_s(),
             "loss": result.loss,
             "lr": timed.lr,
             "grad_norm": result.grad_norm,
-            "position": self._state.progress.position,
+            "position": progress.position,
             "tokens": result.weight,
-            "step_s": timed.step_s,
-            **{key: seconds.get(part, 0.0) for part, key in JOURNAL_KEYS.items()},
+            "step_s": (timed.end_ns - timed.start_ns) * 1e-9,
+            **{key: timed.seconds.get(part, 0.0) for part, key in JOURNAL_KEYS.items()},
             "skipped": not result.applied,
         }
         if result.passes:

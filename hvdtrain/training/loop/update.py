@@ -1,10 +1,11 @@
-"""Decide by the sums of a step whether to apply it, and apply it: unscale, clip, update."""
+"""Decide by the sums of a step whether to apply it, and apply it: unscale, clip, update what any rank has used."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from torch.optim import Optimizer
 
 from hvdtrain.engine.base import Engine
 from hvdtrain.host_copy import HostCopy
-from hvdtrain.training.loop.unused_parameters import begin_momentum, used_by_nobody
 
 _COUNT = 5
 """Numbers that decide on a step: see `Update._read`."""
+
+_BITS = 52
+"""Bits of a whole number that float64 holds exactly."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,41 @@ class Update:
         self._result = None if updates_first else self._decided()
         if self._result is None or not self._result.applied:
             return
-        if not self.by_device:
-            self._scale(gradients, self._result)
+        if not self.by_device and gradients:  # to those of the mean over the actual weight, clipped
+            clipped = min(1.0, self.clip / (self._result.grad_norm + 1e-6)) if self.clip else 1.0
+            scale = self.nominal / self._result.weight * clipped
+            if scale != 1.0:
+                # On a CPU a tensor is faster than a number by a sixth.
+                torch._foreach_mul_(gradients, torch.scalar_tensor(scale) if self.device.type == "cpu" else scale)
         if any(unused):
             self.engine.leave_out(used_by_nobody(self._users, unused, self.ranks))
 
     def apply(self) -> None:
-        """Update the parameters, unless the step is skipped."""
-        if self._result is None or self._result.applied:
-            if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
-                begin_momentum(self.engine.optimizer)
-                self._updated |= new
-            self._step()
+        """Update the parameters, unless the step is skipped.
+
+        By the device, do what `decide` does on the host within a fused optimizer's kernels. torch's GradScaler passes
+        its findings in the same two attributes. The kernels divide by `grad_scale`.
+        """
+        if self._result is not None and not self._result.applied:
+            return
+        if self._notes_updated and self._result is not None and not (new := self._with_gradient()) <= self._updated:
+            _begin_momentum(self.engine.optimizer)
+            self._updated |= new
+        if not self.by_device:
+            self.engine.step()
+            return
+        assert isinstance(self._numbers, Tensor)
+        norm, loss_sum, weight = self._numbers[2:_COUNT]
+        correction = torch.where(weight > 0, self.nominal / weight, math.nan)
+        grad_norm = norm * correction
+        applied = torch.isfinite(grad_norm) & torch.isfinite(loss_sum / weight)
+        scale = correction * (self.clip / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip else correction
+        optimizer: Any = self.engine.optimizer
+        optimizer.found_inf, optimizer.grad_scale = (~applied).float(), (1 / scale).float()
+        try:
+            self.engine.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
 
     def result(self) -> StepResult:
         """Return the result of the step; wait for the device if it has decided."""
@@ -129,36 +155,6 @@ class Update:
         self._users = sums[self._count :]
         return StepResult(loss, weight, grad_norm, applied, sums[: self._count], scale, next_scale)
 
-    def _scale(self, gradients: list[Tensor], result: StepResult) -> None:
-        """Scale gradients to those of the mean over the actual weight, clipped."""
-        if not gradients:
-            return
-        scale = self.nominal / result.weight * (min(1.0, self.clip / (result.grad_norm + 1e-6)) if self.clip else 1.0)
-        if scale != 1.0:
-            # On a CPU a tensor is faster than a number by a sixth.
-            torch._foreach_mul_(gradients, torch.scalar_tensor(scale) if self.device.type == "cpu" else scale)
-
-    def _step(self) -> None:
-        """Update the parameters; by the device, do what `_decided` and `_scale` do within a fused optimizer's kernels.
-
-        torch's GradScaler passes its findings in the same two attributes. The kernels divide by `grad_scale`.
-        """
-        if not self.by_device:
-            self.engine.step()
-            return
-        assert isinstance(self._numbers, Tensor)
-        norm, loss_sum, weight = self._numbers[2:_COUNT]
-        correction = torch.where(weight > 0, self.nominal / weight, math.nan)
-        grad_norm = norm * correction
-        applied = torch.isfinite(grad_norm) & torch.isfinite(loss_sum / weight)
-        scale = correction * (self.clip / (grad_norm + 1e-6)).clamp(max=1.0) if self.clip else correction
-        optimizer: Any = self.engine.optimizer
-        optimizer.found_inf, optimizer.grad_scale = (~applied).float(), (1 / scale).float()
-        try:
-            self.engine.step()
-        finally:
-            del optimizer.found_inf, optimizer.grad_scale
-
 
 def takes_scale(optimizer: Optimizer) -> bool:
     """Return whether an optimizer reads `found_inf` and `grad_scale` on the device, as torch's own fused ones do.
@@ -167,3 +163,43 @@ def takes_scale(optimizer: Optimizer) -> bool:
     """
     own = type(optimizer).__module__.startswith("torch.optim.")
     return own and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@lru_cache(maxsize=8)
+def count_users(unused: tuple[bool, ...], ranks: int) -> list[int]:
+    """Return whole numbers. Their sums over `ranks` ranks count the users of each parameter, several in one.
+
+    Args:
+        unused: for each parameter, whether this rank has not used it.
+        ranks: the world size.
+    """
+    count, base = _in_one(ranks), ranks + 1
+    return [
+        sum(base**digit for digit, each in enumerate(unused[begin : begin + count]) if not each)
+        for begin in range(0, len(unused), count)
+    ]
+
+
+def used_by_nobody(sums: Sequence[int], unused: Sequence[bool], ranks: int) -> list[int]:
+    """Return the positions of the parameters without a user, from the sums of `count_users`."""
+    count, base = _in_one(ranks), ranks + 1
+    return [n for n, each in enumerate(unused) if each and not sums[n // count] // base ** (n % count) % base]
+
+
+def _begin_momentum(optimizer: Optimizer) -> None:
+    """Give parameters that torch's fused SGD updates for the first time a momentum of zero, if others have one.
+
+    Its kernel takes the momentum of all or of none, and fails otherwise. With dampening zero is not right: it fails.
+    """
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["fused"] and group["momentum"] and not group["dampening"]:
+            states = [optimizer.state[parameter] for parameter in group["params"] if parameter.grad is not None]
+            if any(state.get("momentum_buffer") is not None for state in states):
+                for parameter in group["params"]:
+                    if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+
+
+def _in_one(ranks: int) -> int:
+    """Return how many counts of at most `ranks` one number holds."""
+    return int(_BITS / math.log2(ranks + 1))

@@ -21,26 +21,6 @@ _OF_STEP = 4
 
 
 @dataclass
-class OuterStep:
-    """The exchange of a fragment, as the journal has it."""
-
-    at_step: int  # the step after which it began
-    fragment: int  # its number
-    sent_bytes: int  # by rank 0
-    wait_s: float  # seconds in which rank 0 waited for it
-    mean_norm: float  # L2 norm of the mean change of all workers
-    change_norms: list[float]  # of the change of each worker
-    cosines: list[float]  # between the change of each worker and the mean
-
-    @property
-    def drift(self) -> float:
-        """Distance of a worker from the mean, over the norm of the mean change: root mean square over workers."""
-        pairs = zip(self.change_norms, self.cosines, strict=True)
-        squares = [n * n + self.mean_norm**2 - 2 * n * self.mean_norm * cosine for n, cosine in pairs]
-        return math.sqrt(max(0.0, sum(squares) / len(squares))) / self.mean_norm if self.mean_norm else 0.0
-
-
-@dataclass
 class WorkerSteps:
     """Runs windows of steps without a collective between workers."""
 
@@ -81,10 +61,11 @@ class WorkerSteps:
             engine.end_step()
         self.stepper.spans.record(APART, self.stepper.spans.now())
 
-    def agree(self, step: int, values: Sequence[int]) -> tuple[list[StepResult], list[OuterStep]]:
+    def agree(self, step: int, values: Sequence[int]) -> tuple[list[StepResult], list[dict[str, Any]]]:
         """End a window after step `step`: return the results of its steps, equal on all ranks. Collective: yes.
 
-        The last one has the sums of `values` over ranks. An outer step that is due begins.
+        The last one has the sums of `values` over ranks. An outer step that is due begins. Also returns the journal's
+        facts of those that have ended.
         """
         engine, spans = self.engine, self.stepper.spans
         links, results = engine.links, self._results
@@ -103,13 +84,10 @@ class WorkerSteps:
             engine.end_window(step, sums[count : count + links.workers.count], last=step == self.horizon)
             outer = self._outer_steps(engine.pop_facts())
         of_steps = [sums[start : start + _OF_STEP] for start in range(0, count, _OF_STEP)]
-        found_results = [self._result(each, []) for each in of_steps[:-1]]
-        found_results.append(
-            self._result(of_steps[-1], [round(value) for value in sums[count + links.workers.count :]])
-        )
-        return found_results, outer
+        summed = [round(value) for value in sums[count + links.workers.count :]]
+        return [*(self._result(each, []) for each in of_steps[:-1]), self._result(of_steps[-1], summed)], outer
 
-    def _outer_steps(self, facts: Sequence[OuterFacts]) -> list[OuterStep]:
+    def _outer_steps(self, facts: Sequence[OuterFacts]) -> list[dict[str, Any]]:
         """Return the figures of exchanges that have arrived, of all workers. Collective: yes, if there are any."""
         if not facts:
             return []
@@ -120,16 +98,26 @@ class WorkerSteps:
                 for index, worker in enumerate(links.served):
                     place[0, worker], place[1, worker] = float(fact.norms[index]), float(fact.cosines[index])
         sums = self.stepper.comm.allreduce(numbers, name="workers/outer").wait().tolist()
-        return [
-            OuterStep(fact.step, fact.fragment, fact.sent_bytes, fact.wait_s, fact.mean_norm, *of_workers)
-            for fact, of_workers in zip(facts, sums, strict=True)
-        ]
+        return [_outer_step(fact, *of_workers) for fact, of_workers in zip(facts, sums, strict=True)]
 
     def _result(self, numbers: Sequence[float], sums: list[int]) -> StepResult:
         losses, weight, squares, skipped = numbers
         loss = losses / weight if weight > 0 else math.nan
         norm = math.sqrt(squares / self.engine.links.workers.count) if squares >= 0 else math.nan
         return StepResult(loss, weight, norm, not skipped and math.isfinite(loss), sums)
+
+
+def _outer_step(fact: OuterFacts, norms: list[float], cosines: list[float]) -> dict[str, Any]:
+    """Return the facts of an exchange, with the norms of the workers' changes, and their cosines to the mean one.
+
+    `drift`: distance of a worker from the mean, over the norm of the mean change: root mean square over workers.
+    """
+    mean = fact.mean_norm
+    squares = [n * n + mean**2 - 2 * n * mean * cosine for n, cosine in zip(norms, cosines, strict=True)]
+    drift = math.sqrt(max(0.0, sum(squares) / len(squares))) / mean if mean else 0.0
+    of_rank_0 = {"sent_bytes": fact.sent_bytes, "wait_s": fact.wait_s, "mean_norm": mean}
+    found = {"at_step": fact.step, "fragment": fact.fragment, **of_rank_0}
+    return {**found, "change_norms": norms, "cosines": cosines, "drift": drift}
 
 
 def _numbers(result: StepResult) -> list[float]:

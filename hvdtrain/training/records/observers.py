@@ -17,7 +17,6 @@ from hvdtrain.comm.base import TimelineComm
 from hvdtrain.comm.link_probe import probe_link
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.config.schema import ObserveConfig
-from hvdtrain.config.sync import outer_plan
 from hvdtrain.config.windows import AUTO, Window, parse_window
 from hvdtrain.errors import ConfigError
 from hvdtrain.loading import load
@@ -135,35 +134,31 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
 
     Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_exporter`.
     """
-    wanted, info = "a function of one record, or a class with write(record) and close()", current.worker.info
-    named = current.run.config.observe.sinks
-    specs = [named] if isinstance(named, str) else named
+    recorder, layout, config, info = current.recorder, current.layout, current.run.config, current.worker.info
+    wanted, leads = "a function of one record, or a class with write(record) and close()", current.comm.rank == 0
+    specs = [config.observe.sinks] if isinstance(config.observe.sinks, str) else config.observe.sinks
     for spec in TRACKERS.keys() & set(specs):
         check_installed(spec)
-        if current.comm.rank == 0:
-            current.recorder.add_sink(partial(Tracker, spec, current.layout.folder, info.variables), spec)
+        if leads:
+            recorder.add_sink(partial(Tracker, spec, layout.folder, info.variables), spec)
     sinks = [(spec, load(spec, ConfigError, wanted, info.folder)) for spec in specs if spec not in TRACKERS]
     sinks += [(getattr(value, "__name__", type(value).__name__), value) for value in given]
     for name, value in sinks:
         make = sink_maker(value)
-        if current.comm.rank == 0:
-            current.recorder.add_sink(make, name)
-    recorder, layout, config = current.recorder, current.layout, current.run.config
-    if current.comm.rank == 0:
-        evaluate_every = config.train.eval_every or config.checkpoint.every
-        due = (current.stop, evaluate_every, config.checkpoint.every)
-        round_steps = 1 if (outer := outer_plan(config)) is None else outer.every
-        make = partial(Promise, *due, recorder.say, recorder.event, round_steps=round_steps)
-        recorder.add_sink(make, "promise")
+        if leads:
+            recorder.add_sink(make, name)
     for option in _EXPORTERS:
         if (to := getattr(config.observe, option)) is not None:
             _add_exporter(current, option, to)
-    if current.comm.rank != 0 or not current.run.config.observe.tensorboard:
+    if not leads:
         return
-    if is_installed():
+    due = (current.stop, config.train.eval_every or config.checkpoint.every, config.checkpoint.every)
+    round_steps = 1 if (outer := current.worker.plan.outer) is None else outer.every
+    recorder.add_sink(partial(Promise, *due, recorder.say, recorder.event, round_steps=round_steps), "promise")
+    if config.observe.tensorboard and is_installed():
         gpu = current.worker.device.type == "cuda"
         recorder.add_sink(partial(TensorBoard, layout.tensorboard, layout.journal, gpu=gpu), "TensorBoard")
-    else:
+    elif config.observe.tensorboard:
         recorder.warn('TensorBoard is not installed, so nothing is written for it: pip install "hvdtrain[tensorboard]"')
 
 

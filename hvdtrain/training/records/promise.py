@@ -104,7 +104,9 @@ class Promise:
             block.parts[part] += float(record.get(key, 0.0))
         if self._is_whole(now_s):
             recent = self._recent()
-            pace = self._pace_of(recent)
+            seconds = np.concatenate([block.seconds for block in recent])
+            others_s = (float(np.mean(found)) if found else 0.0 for found in (self._evaluations, self._saves))
+            pace = Pace(0, len(seconds), mean_of(seconds), 0.0, *others_s)
             if self._pace is None:
                 if (self._evaluations and self._saves) or _LATEST * step > self.stop:
                     self._promise(step, now_s, pace, "")
@@ -126,11 +128,6 @@ class Promise:
         least_s = (self._pace.step_s.value + self._blocks[-1].mean_s) / 2
         slow = list(takewhile(lambda block: block.mean_s >= least_s, reversed(self._blocks)))[-2::-1]
         return slow or self._blocks
-
-    def _pace_of(self, blocks: list[_Block]) -> Pace:
-        seconds = np.concatenate([block.seconds for block in blocks])
-        evaluation_s, save_s = (float(np.mean(found)) if found else 0.0 for found in (self._evaluations, self._saves))
-        return Pace(0, len(seconds), mean_of(seconds), 0.0, evaluation_s, save_s)
 
     def _due(self, step: int) -> tuple[int, int]:
         return due(step, self.stop, self.evaluate_every), due(step, self.stop, self.save_every)

@@ -19,7 +19,7 @@ from hvdtrain.comm.objects import allgather_bytes, allgather_json, broadcast_jso
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.files import write_text
 from hvdtrain.observe.span_trace import free_path
-from hvdtrain.run_layout import RunLayout, TimelineLayout
+from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.timeline.analysis.analysis import Analysis, figures
 from hvdtrain.training.round import Round
 
@@ -53,9 +53,15 @@ def explain_run(current: Round) -> Analysis | None:
     if comm.rank != 0:
         return None
     try:
-        from hvdtrain.timeline.report.page import headline
+        from hvdtrain.timeline.analysis.analyse import analyse
+        from hvdtrain.timeline.report.form import to_bytes
+        from hvdtrain.timeline.report.page import headline, to_html
+        from hvdtrain.timeline.run import load
 
-        analysis = _analyse(layout)
+        analysis = analyse(load(layout.folder, most_bytes=MOST_BYTES))
+        layout.timeline.folder.mkdir(parents=True, exist_ok=True)
+        write_text(layout.timeline.report_page, to_html(analysis))
+        write_text(layout.timeline.report_data, to_bytes(analysis).decode())
         findings = [asdict(finding) for finding in analysis.findings]
         facts = {"verdict": headline(analysis), "figures": figures(analysis), "findings": findings}
     except Exception as error:
@@ -65,20 +71,6 @@ def explain_run(current: Round) -> Analysis | None:
         recorder.event({"event": "explained", "at_step": current.worker.state.progress.step, **facts})
     except HvdtrainError as error:  # the disk is full
         recorder.warn(error.what)
-    return analysis
-
-
-def _analyse(layout: RunLayout) -> Analysis:
-    from hvdtrain.timeline.analysis.analyse import analyse
-    from hvdtrain.timeline.report.form import to_bytes
-    from hvdtrain.timeline.report.page import to_html
-    from hvdtrain.timeline.run import load
-
-    analysis = analyse(load(layout.folder, most_bytes=MOST_BYTES))
-    timeline = layout.timeline
-    timeline.folder.mkdir(parents=True, exist_ok=True)
-    write_text(timeline.report_page, to_html(analysis))
-    write_text(timeline.report_data, to_bytes(analysis).decode())
     return analysis
 
 

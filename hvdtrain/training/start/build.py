@@ -28,7 +28,7 @@ from hvdtrain.training.loop.balance_loss import make_balance_loss
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.feed import Feed
 from hvdtrain.training.loop.hashes import ParameterHashes
-from hvdtrain.training.loop.router_loads import make_router_loads
+from hvdtrain.training.loop.router_loads import RouterLoads, routers_of
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
 from hvdtrain.training.loop.step import Stepper
@@ -54,7 +54,8 @@ def build_engine(current: Round) -> Engine:
     plan.dimensions.check(comm.size)
     plan.dimensions.check_passes(comm.size, count_micro_batches([(0, train.global_batch)], train.micro_batch))
     current.batch_norm = synchronize_batch_norm(model, comm, plan)
-    is_timed = comm.rank == 0 and run.config.observe.timeline != "off"
+    # Workers that train apart exchange no gradients.
+    is_timed = comm.rank == 0 and run.config.observe.timeline != "off" and plan.outer is None
     # Its hooks must run before those of the engine.
     ready = GradientMarks(model, spans, on_cuda=worker.device.type == "cuda") if is_timed else None
     try:
@@ -68,9 +69,7 @@ def build_engine(current: Round) -> Engine:
         ready.close()
         # FSDP sums gradients by module: hooks of parameters do not run.
         ready = GradientMarks(model, spans, on_cuda=ready.on_cuda) if plan.engine != "fsdp" else None
-    if ready is not None and isinstance(engine, PeriodicEngine):  # ranks exchange no gradients
-        ready.close()
-    elif ready is not None:
+    if ready is not None:
         path, host = current.layout.timeline.gradients, read_host(variables)
         recorder.add_watcher(GradientTimes(ready, engine, comm, spans, path, recorder.warn, host))
     return engine
@@ -111,7 +110,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     buffers = SharedBuffers(worker.state.model, comm, config.parallel.buffers, recorder.say)
     together = current.batch_norm is not None
     place, places, records = dimensions.samples(comm.rank, comm.size)
-    passes_count = dimensions.pass_counts(comm.rank)
+    routers, passes_count = routers_of(worker.state.model), dimensions.pass_counts(comm.rank)
     second = make_second_rank(current)
     step_parts: list[StepPart | None] = [
         FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else None,
@@ -120,7 +119,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         buffers,
         Rollback(worker.state.model, together=together, refuses=worker.plan.bits),
         # Changes biases after the step is applied, which there is nothing to roll back of.
-        make_router_loads(worker.state.model, comm, train.router_bias, recorder.event, counts=passes_count),
+        RouterLoads(routers, comm, train.router_bias, recorder.event, counts=passes_count) if routers else None,
         second,
         _parameter_hashes(current, engine) if worker.plan.bits and train.check_every else None,
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,

@@ -29,6 +29,7 @@ from hvdtrain.runtime.host import (
 )
 from hvdtrain.runtime.rules import THREADS
 from hvdtrain.runtime.tuning import Choice, without_our_variables
+from hvdtrain.state.train_state import Progress
 
 _NEXT_STEP = "start fewer ranks a host, or use --parallel.device cpu; for a test: --parallel.device shared"
 _SLOW = "NCCL does not support this, so gradients go through host memory, by MPI or Gloo; use it only for tests"
@@ -224,3 +225,24 @@ def allows_tf32() -> bool:
     products = torch.backends.cuda.matmul
     newer = getattr(products, "fp32_precision", None)  # since torch 2.9; then the older one may raise an error
     return bool(products.allow_tf32) if newer is None else newer == "tf32"
+
+
+def fix_threads(progress: Progress, variables: Mapping[str, str], comm: Comm) -> None:
+    """Give torch the number of threads of the run's first start; there, OMP_NUM_THREADS of the user, or 1.
+
+    Collective: yes. Errors: LaunchError: a rank was started with another number; on every rank.
+    """
+    value = without_our_variables(variables).get(THREADS, "").split(",")[0].strip()
+    given = allgather_json(comm, int(value) if value.isdigit() else 0, name="same_bits/threads")
+    threads = progress.threads or given[0] or 1
+    for rank, other in enumerate(given):
+        if other not in (0, threads) or (not progress.threads and other != given[0]):
+            raise LaunchError(
+                f"--train.reproducible bits, but rank {rank} was started with {THREADS}={other}",
+                expected=f"{THREADS}={threads}, as " + ("since the first start" if progress.threads else "on rank 0"),
+                next_step=f"unset {THREADS}, or set it to {threads} on every host"
+                + ("; for another number: a new run" if progress.threads else ""),
+                everywhere=True,
+            )
+    progress.threads = threads
+    torch.set_num_threads(threads)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
@@ -22,7 +24,8 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.iterable import IterableSamples, is_iterable, sample_hash
 from hvdtrain.data.loader import dataset_length, training_samples
 from hvdtrain.data.order import mix_seed
-from hvdtrain.errors import LaunchError, TaskError
+from hvdtrain.engine.divisible import sparse_gradients
+from hvdtrain.errors import ConfigError, LaunchError, TaskError
 from hvdtrain.state.checkpoint_store import may_be_added
 from hvdtrain.state.placeholder import parameters_without_memory, refuse_other_placeholders, values_read_later
 from hvdtrain.task.base import Task
@@ -183,3 +186,33 @@ def _described(data: list[Any]) -> str:
     samples, heldout, data_id = data
     training = str(samples) if samples else "an iterable data set of"
     return f"{training} training and {heldout} held-out samples" + (f" with hash {data_id[:12]}" if data_id else "")
+
+
+def check_keeps_bits(model: nn.Module) -> None:
+    """Check that the bits of a model's gradients do not depend on how micro-batches are divided among ranks.
+
+    Errors: ConfigError: they do.
+    """
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    for names, what, instead in (
+        (norms, "batch norm", "nn.GroupNorm or nn.LayerNorm"),
+        (spectral_norms(model), "spectral norm", "a model without it"),
+        ([*sparse_gradients(model).values()], "sparse gradients", "nn.Embedding(sparse=False)"),
+    ):
+        if names:
+            raise ConfigError(
+                f"--train.reproducible bits does not support {what}, which {names[0]} has",
+                expected=f"{instead}: gradients of a micro-batch that do not depend on other ones",
+                next_step=f"use {instead}, or leave out --train.reproducible",
+                everywhere=True,
+            )
+
+
+def spectral_norms(model: nn.Module) -> list[str]:
+    """Return the names of modules with spectral norm, in the old or new form of torch: each forward pass changes it."""
+    return [
+        name.partition(".parametrizations.")[0]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.utils.parametrizations._SpectralNorm)
+        or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    ]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import on_rank_0
@@ -34,6 +32,7 @@ from hvdtrain.training.elastic.worker_state import WorkerState
 from hvdtrain.training.loop.sync_batch_norm import Synchronized
 from hvdtrain.training.records.job_facts import EnergyUse, gather_facts
 from hvdtrain.training.round import Round
+from hvdtrain.training.start.make_task import spectral_norms
 from hvdtrain.training.start.resume_checks import check_end, check_files
 from hvdtrain.training.start.run_directory import RUNS, RunDirectory, claim_run_directory
 from hvdtrain.training.start.store_target import claim_store, fetch_run
@@ -59,31 +58,26 @@ def claim_together(run: RunConfig, worker: WorkerState, comm: Comm) -> tuple[Pat
         end = time.monotonic() + (_RELEASE_S if earlier is not None else 0.0)
         while True:
             try:
-                claimed = claim_run_directory(wanted, worker.info.variables.get(JOB, ""), folder)
-                _or_release(claimed, partial(claim_store, run, claimed))
+                with ExitStack() as stack:
+                    claimed = claim_run_directory(wanted, worker.info.variables.get(JOB, ""), folder)
+                    stack.callback(claimed.release)
+                    claim_store(run, claimed)
+                    if earlier is None:
+                        check_files(claimed)
+                        fetch_run(run, claimed)
+                        check_end(run, claimed, worker.horizon)
+                    stack.pop_all()
             except RunDirectoryError:
                 if time.monotonic() >= end:
                     raise
                 time.sleep(0.05)
                 continue
-            if earlier is None:
-                _or_release(claimed, partial(check_files, claimed))
-                _or_release(claimed, partial(fetch_run, run, claimed))
-                _or_release(claimed, partial(check_end, run, claimed, worker.horizon))
             claims.append(claimed)
             given = Path(wanted.config.run_dir or RUNS)
             return str(claimed.path if given.is_absolute() else claimed.path.relative_to(folder))
 
     worker.directory = Path(on_rank_0(comm, claim, name="run_dir"))
     return folder / worker.directory, claims[0] if claims else None
-
-
-def _or_release(claimed: RunDirectory, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except BaseException:
-        claimed.release()
-        raise
 
 
 class ClaimWatch:
@@ -141,7 +135,10 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     task, train = worker.task, current.run.config.train
     parameters = sum(math.prod(whole_shape(p)) for p in task.model.parameters())
     trained = sum(math.prod(whole_shape(p)) for p in task.model.parameters() if p.requires_grad)
-    facts = {
+    started = {
+        "event": "started",
+        "format": FORMAT,
+        "goes_on": worker.resumes_in_job,
         "size": size,
         "parameters": parameters,
         "trained": trained,
@@ -151,16 +148,8 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
     }
     for name in ("NCCL_DEBUG_FILE", TIMELINE):  # files that the user had recorded
         if (where := worker.info.variables.get(name)) and where != DYNAMIC:
-            facts[name.lower()] = str(worker.info.folder.absolute() / where)
-    recorder.event(
-        {
-            "event": "started",
-            "format": FORMAT,
-            "goes_on": worker.resumes_in_job,
-            **facts,
-            "config": dict(current.run.resolved),
-        }
-    )
+            started[name.lower()] = str(worker.info.folder.absolute() / where)
+    recorder.event({**started, "config": dict(current.run.resolved)})
     if worker.resumes_in_job:
         return
     for warning in worker.warnings:
@@ -248,13 +237,3 @@ def unequal_shares(global_batch: int, micro_batch: int, ranks: int) -> str:
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e6:.2f}M" if parameters >= 1_000_000 else f"{parameters:,}"
-
-
-def spectral_norms(model: nn.Module) -> list[str]:
-    """Return the names of modules with spectral norm, in the old or new form of torch: each forward pass changes it."""
-    return [
-        name.partition(".parametrizations.")[0]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.utils.parametrizations._SpectralNorm)
-        or any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
-    ]

@@ -1,5 +1,6 @@
-"""Activation checkpointing, block by block: backward computes activations again instead of keeping them.
+"""How the blocks of a model run: compiled one by one, or with activations that backward computes again.
 
+A backward pass that is compiled as one graph yields all gradients at its end: too late to overlap their exchange.
 Chen et al., Training Deep Nets with Sublinear Memory Cost, https://arxiv.org/abs/1604.06174. The checkpointing of
 transformers' models is not used: it keeps nothing but the inputs of a block, and other models do not have it.
 """
@@ -26,6 +27,36 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _LEFT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 _PRODUCTS = {getattr(torch.ops.aten, name): left for name, left in _LEFT.items() if hasattr(torch.ops.aten, name)}
 """Matrix products, with the position of the left matrix among their arguments."""
+
+_VARIANTS = 8
+"""How often a block may be compiled: for training, for evaluation, and for batches of other shapes."""
+
+
+def compile_blocks(model: nn.Module, *, without_hooks: bool = False) -> int:
+    """Compile each of `blocks` in place, at its first use; return how many. Names and state do not change.
+
+    `without_hooks`: hooks on blocks run outside of compiled code, as those of a pipeline must.
+
+    Raises torch's process-wide limits on how often one function is compiled, if the blocks may need it.
+
+    Errors: ConfigError: the model has no blocks.
+    """
+    import torch._dynamo.config as limits  # takes seconds
+
+    next_step = "call .compile() on the parts of the model in the task, or leave --train.compile false"
+    found = require_blocks(model, "--train.compile true", "compile", next_step)
+    found = [block for block in found if not isinstance(block, nn.SyncBatchNorm)]  # ranks meet in it
+    # Different blocks of one class (other widths, strides, layer indices) share one function. After 8 variants of it,
+    # including those for evaluation, torch would leave the other blocks uncompiled.
+    limits.recompile_limit = max(limits.recompile_limit, len(found) * _VARIANTS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, len(found) * _VARIANTS)
+    for block in found:
+        # `nn.Module.compile` skips the forward of torch's own classes, such as `nn.Sequential`.
+        if without_hooks or type(block).forward.__module__.startswith("torch.nn."):
+            block.forward = torch.compile(block.forward)
+        else:
+            block.compile()
+    return len(found)
 
 
 def checkpoint_blocks(model: nn.Module, mode: str) -> None:
@@ -58,18 +89,16 @@ def _forward(block: nn.Module, inner: Callable[..., Any], selects: bool, *argume
         return checkpoint(inner, *arguments, use_reentrant=False, **select, **keywords)
     if selects:
         torch.clear_autocast_cache()  # each run of a block then casts its weights, as its recomputation does
+
+    def run(keywords: dict[str, Any], *arguments: Any) -> Any:
+        return inner(*arguments, **keywords)
+
+    def contexts() -> Contexts:
+        forward, recompute = _select() if selects else (nullcontext(), nullcontext())
+        return forward, _recomputation(block, recompute)
+
     # Keywords as an argument: torch looks there for the devices with random numbers to restore.
-    run = partial(_call, inner)
-    return checkpoint(run, keywords, *arguments, use_reentrant=False, context_fn=partial(_contexts, block, selects))
-
-
-def _call(inner: Callable[..., Any], keywords: dict[str, Any], *arguments: Any) -> Any:
-    return inner(*arguments, **keywords)
-
-
-def _contexts(block: nn.Module, selects: bool) -> Contexts:
-    forward, recompute = _select() if selects else (nullcontext(), nullcontext())
-    return forward, _recomputation(block, recompute)
+    return checkpoint(run, keywords, *arguments, use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager
