@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runner.results import FAILED, PASSED, SKIPPED, Outcome, judged, read_results
+from tests.runner.plugin import NOT_RUN
+from tests.runner.results import FAILED, PASSED, SKIPPED, Outcome, cut_off, judged, read_results
 from tests.runner.times import read_times
 from tests.support.launch import ROOT
 
@@ -30,6 +31,7 @@ def test_a_test_without_an_outcome_was_lost_with_its_process(tmp_path: Path) -> 
     found = read_results([file])
     assert found["a"] == Outcome(PASSED, seconds=1.5)
     assert found["b"].kind == FAILED
+    assert {name: outcome.kind for name, outcome in cut_off(found).items()} == {"a": PASSED, "b": NOT_RUN}
 
 
 def test_a_failure_in_teardown_or_on_one_rank_is_one_of_the_test(tmp_path: Path) -> None:

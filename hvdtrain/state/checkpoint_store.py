@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,14 +201,17 @@ class CheckpointStore:
             new.symlink_to(found[0].path.name)
             new.replace(link)
 
-    def load_newest(self) -> tuple[Saved, StateDict] | None:
+    def load_newest(self, read: Callable[[Path], StateDict] | None = None) -> tuple[Saved, StateDict] | None:
         """Load the newest complete checkpoint, or return None. Of damaged ones, which it warns of, it uses the copy.
+
+        `read`: loads one, with the errors of `load` (default: `load`).
 
         Errors: UnreadableCheckpointError: a checkpoint cannot be opened. It may be complete.
         """
+        read = read or partial(load, progress=self.progress)
         for saved in reversed(self.list()):
             try:
-                return saved, load(saved.path, self.progress)
+                return saved, read(saved.path)
             except UnreadableCheckpointError:
                 raise
             except CheckpointError as error:
@@ -215,7 +219,7 @@ class CheckpointStore:
                 if self.fetch is not None:
                     self._set_aside(saved.path)
                     if self.fetch(saved.path.name):
-                        return saved, load(saved.path, self.progress)
+                        return saved, read(saved.path)
         return None
 
     def set_aside_after(self, last: Saved | None) -> None:
@@ -280,17 +284,30 @@ class CheckpointStore:
             ) from error
 
 
-def load(path: Path, progress: Callable[[], None] = lambda: None, *, groups: Container[str] | None = None) -> StateDict:
+def load(
+    path: Path,
+    progress: Callable[[], None] = lambda: None,
+    *,
+    groups: Container[str] | None = None,
+    verifies_all: bool = True,
+) -> StateDict:
     """Read and verify one checkpoint, or only these groups of tensors. Tensors are on the CPU.
 
-    For `progress` see `CheckpointStore`.
+    For `progress` see `CheckpointStore`, for `verifies_all` `read_state`.
 
     Errors: CheckpointError: a file is missing, truncated or changed; UnreadableCheckpointError: a file cannot be
     opened.
     """
+    with detect_damage(path):
+        return read_state(path, progress, groups, verifies_all=verifies_all)
+
+
+@contextmanager
+def detect_damage(path: Path) -> Iterator[None]:
+    """Convert what reading a checkpoint may raise. Errors: those of `load`."""
     try:
         with detect_unreadable(path):
-            return read_state(path, progress, groups)
+            yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise damaged(path, found=f"{type(error).__name__}: {error}") from error
 

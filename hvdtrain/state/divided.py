@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from hvdtrain.state.pieces import Place
+from hvdtrain.state.pieces import Place, Whole
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -178,18 +178,17 @@ def copy_of(parameter: nn.Parameter) -> Tensor:
     return copied if (place := on_stages(parameter)) is None else place.of(copied)
 
 
-def take_rows(tensor: Tensor, divided: Tensor | None, device: torch.device | None = None) -> Tensor:
+def take_rows(tensor: Tensor | Whole, divided: Tensor | None, device: torch.device | None = None) -> Tensor:
     """Return a whole tensor, or this rank's rows of it as a DTensor if `divided` is one. The rows are copies.
 
     A tensor that has the shape of this rank's rows already is these rows. `device`: of the rows (default: that of
     `divided`).
     """
     if divided is None or not is_divided(divided):
-        return tensor
+        return tensor if isinstance(tensor, Tensor) else tensor[...]
     own = local(divided)
-    if tensor.shape != own.shape:
-        tensor = place_of(divided).cut(tensor, own.shape).clone()  # without the memory of the other rows
-    placed = tensor.to(device or own.device, own.dtype)
+    rows = tensor[...] if tuple(tensor.shape) == own.shape else place_of(divided).cut(tensor, own.shape).clone()
+    placed = rows.to(device or own.device, own.dtype)  # without the memory of the other rows
     if (place := on_stages(divided)) is not None:
         return place.of(placed)
     from torch.distributed.tensor import DTensor

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hvdtrain.state.pieces import Place
+from hvdtrain.state.pieces import Place, W
 
 MASTER = "/master"
 """Ends the key of the exact values of a parameter's owned part, where the model's are rounded."""
@@ -32,7 +32,7 @@ class Owned:
             return self.place
         return Place(tuple(value.shape), (0,) * value.dim(), self.owners)
 
-    def cut(self, value: Tensor) -> Tensor:
+    def cut(self, value: W) -> Tensor | W:
         """Return this part of a tensor in the optimizer's state of the whole parameter."""
         if self.place is None or self.parameter is None or tuple(value.shape) != self.place.shape:
             return value

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hvdtrain.errors import TaskError
 from hvdtrain.state.divided import is_divided, local, place_of, take_rows
-from hvdtrain.state.pieces import Key, Place, StateDict
+from hvdtrain.state.pieces import Key, Place, StateDict, Whole, lazily
 
 GROUP = "callbacks"  # the group of their tensors, and the key of their values
 
@@ -61,10 +61,11 @@ def load_extras(extras: Mapping[str, Stateful], state: StateDict, parameter: Fin
     every: dict[str, dict[str, Any]] = {
         extra: dict(values) for extra, values in state.values.get(GROUP, {}).items() if extra in extras
     }
-    for key, tensor in state.tensors.get(GROUP, {}).items():
+    tensors = state.tensors.get(GROUP, {})
+    for key in tensors:
         extra, _, name = key.partition("/")
         if extra in extras:
-            every.setdefault(extra, {})[name] = _as_held(tensor, parameter(name))
+            every.setdefault(extra, {})[name] = _as_held(lazily(tensors, key), parameter(name))
     for extra, own in every.items():
         extras[extra].load_state_dict(own)
 
@@ -75,13 +76,14 @@ def unused(extras: Mapping[str, Stateful], state: StateDict) -> list[str]:
     return sorted(stored - extras.keys())
 
 
-def _as_held(tensor: Tensor, parameter: Tensor | None) -> Tensor:
+def _as_held(tensor: Tensor | Whole, parameter: Tensor | None) -> Tensor:
     """Return a copy, on the device of the parameter with its name, and divided like it."""
     if parameter is None:
-        return tensor.clone()
+        return tensor[...].clone()
     if not is_divided(parameter):
-        return tensor.to(parameter.device, copy=True)
-    return take_rows(tensor.clone() if tensor.shape == local(parameter).shape else tensor, parameter)
+        return tensor[...].to(parameter.device, copy=True)
+    is_own = tuple(tensor.shape) == local(parameter).shape
+    return take_rows(tensor[...].clone() if is_own else tensor, parameter)
 
 
 def _checked(key: str, value: Any) -> Any:

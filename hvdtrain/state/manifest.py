@@ -3,8 +3,10 @@
 Format 2::
 
     {"format": 2, "step": 100, "heldout_loss": 1.5,
-     "files": {"model.safetensors": {"bytes": 1234, "xxh3_128": "..."}, ...},
+     "files": {"model.safetensors": {"bytes": 1234, "xxh3_128": "...", "blocks": "..."}, ...},
      "xxh3_128": "..."}        of all other keys, as JSON with sorted keys and without blanks
+
+`blocks` has the XXH3 with 64 bits of each 4 MiB of a file of tensors; files of older versions have none.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ELOOP)
 
 def manifest_text(step: int, notes: Mapping[str, Any], files: Mapping[str, FileDigest]) -> str:
     """Return the content of `MANIFEST`."""
-    entries = {name: {"bytes": found.size_bytes, CHECKSUM: found.checksum} for name, found in sorted(files.items())}
+    entries = {
+        name: {"bytes": found.size_bytes, CHECKSUM: found.checksum, "blocks": found.blocks}
+        for name, found in sorted(files.items())
+    }
     content = {"format": FORMAT, "step": step, **notes, "files": entries}
     return json.dumps({**content, CHECKSUM: _own_checksum(content)}, indent=1)
 
@@ -97,10 +102,13 @@ def detect_unreadable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def read_state(path: Path, progress: Callable[[], None], groups: Container[str] | None = None) -> StateDict:
-    """Verify every byte of a checkpoint, and return its whole tensors, on the CPU. They are read when they are used.
+def read_state(
+    path: Path, progress: Callable[[], None], groups: Container[str] | None = None, *, verifies_all: bool = True
+) -> StateDict:
+    """Return the whole tensors of a checkpoint, on the CPU. They are read when they are used.
 
-    With `groups`, only these groups of tensors.
+    Every byte is verified now, or, if not `verifies_all`, those of tensors when they are used. With `groups`, only
+    these groups of tensors.
 
     Errors: CheckpointError: a file is missing or changed; others: the directory is no checkpoint of hvdtrain.
     """
@@ -114,9 +122,9 @@ def read_state(path: Path, progress: Callable[[], None], groups: Container[str] 
             if groups is not None and file_group(name) not in groups:
                 continue
             group = tensors.setdefault(file_group(name), Assembly())
-            found, places = read_tensors(file, digest, progress)
+            found, places = read_tensors(file, digest, progress, verifies_all=verifies_all)
             for tensor_name, tensor in found.items():
-                shape, offset = places.get(tensor_name, (tensor.shape, [0] * tensor.dim()))
+                shape, offset = places.get(tensor_name, ([*tensor.shape], [0] * len(tensor.shape)))
                 group.add(tensor_name, tensor, shape, offset)
         else:
             read_verified(file, digest, progress)
@@ -143,7 +151,10 @@ def _files(path: Path, manifest: Mapping[str, Any]) -> list[tuple[str, Path, Fil
         if name != Path(name).name:
             raise ValueError(f"{name!r} is not a file name")
     entries = manifest["files"].items()
-    return [(name, path / name, FileDigest(int(entry["bytes"]), entry[CHECKSUM])) for name, entry in entries]
+    return [
+        (name, path / name, FileDigest(int(entry["bytes"]), entry[CHECKSUM], entry.get("blocks", "")))
+        for name, entry in entries
+    ]
 
 
 def _own_checksum(content: Mapping[str, Any]) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Place:
     offset: tuple[int, ...]  # of the piece's first element, for each dimension
     ranks: tuple[int, ...]  # ranks that hold equal copies of the piece, ascending
 
-    def cut(self, whole: Tensor, size: Iterable[int]) -> Tensor:
+    def cut(self, whole: Tensor | Whole, size: Iterable[int]) -> Tensor:
         """Return the view of the piece, of shape `size`, in the whole tensor."""
         return whole[tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))]
 
@@ -113,13 +113,63 @@ class StateDict:
         return StateDict(tensors, self.values)
 
 
+class Stored(Protocol):
+    """A tensor of which only what is asked for is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of a tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of a tensor."""
+
+    def numel(self) -> int:
+        """As of a tensor."""
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """Return a part, or all for an ellipsis."""
+
+
+W = TypeVar("W", bound="Tensor | Whole")
+
+
+class Whole:
+    """A whole tensor in pieces: only those that a part needs are read."""
+
+    def __init__(self, pieces: Sequence[tuple[Place, Tensor | Stored]]) -> None:
+        self.pieces = pieces
+        self.shape, self.dtype = pieces[0][0].shape, pieces[0][1].dtype
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """Return a part, of a slice for each dimension, or all for an ellipsis."""
+        place, piece = self.pieces[0]
+        if tuple(piece.shape) == place.shape:
+            return piece[box]
+        ends = [range(n) for n in self.shape]
+        wanted = ends if box is ... else [end[part] for end, part in zip(ends, box, strict=True)]
+        made = torch.empty([len(each) for each in wanted], dtype=self.dtype)
+        for place, piece in self.pieces:
+            held = [range(begin, begin + n) for begin, n in zip(place.offset, piece.shape, strict=True)]
+            common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, held, strict=True)]
+            if all(common):
+                to = tuple(slice(c.start - a.start, c.stop - a.start) for c, a in zip(common, wanted, strict=True))
+                source = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, held, strict=True))
+                made[to].copy_(piece[source])
+        return made
+
+
 class Assembly(Mapping[str, Tensor]):
     """Whole tensors from pieces on the CPU. Each access puts one together, so that they need not fit into memory."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[tuple[Place, Tensor]]] = {}
+        self._pieces: dict[str, list[tuple[Place, Tensor | Stored]]] = {}
 
-    def add(self, name: str, piece: Tensor, shape: Iterable[int], offset: Iterable[int]) -> None:
+    def add(self, name: str, piece: Tensor | Stored, shape: Iterable[int], offset: Iterable[int]) -> None:
         """Add a piece of the tensor `name` of shape `shape`.
 
         Errors: ValueError: it does not fit into the tensor, or does not fit to the other pieces.
@@ -141,14 +191,11 @@ class Assembly(Mapping[str, Tensor]):
                 raise ValueError(f"the pieces of {name} have {extra:+} elements compared with the whole tensor")
 
     def __getitem__(self, name: str) -> Tensor:
-        pieces = self._pieces[name]
-        place, piece = pieces[0]
-        if piece.shape == place.shape:
-            return piece
-        whole = torch.empty(place.shape, dtype=piece.dtype)
-        for place, piece in pieces:
-            place.cut(whole, piece.shape).copy_(piece)
-        return whole
+        return self.whole(name)[...]
+
+    def whole(self, name: str) -> Whole:
+        """Return a tensor of which nothing is read yet."""
+        return Whole(self._pieces[name])
 
     def renamed(self, rename: Callable[[str], str]) -> Assembly:
         """Return the same tensors under other names."""
@@ -161,6 +208,11 @@ class Assembly(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._pieces)
+
+
+def lazily(tensors: Mapping[str, Tensor], name: str) -> Tensor | Whole:
+    """Return a tensor; if it is in pieces, without reading it."""
+    return tensors.whole(name) if isinstance(tensors, Assembly) else tensors[name]
 
 
 def specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:

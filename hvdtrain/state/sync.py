@@ -14,7 +14,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
-from hvdtrain.state.pieces import DTYPES, Assembly, Piece, StateDict, specs
+from hvdtrain.state.pieces import DTYPES, Assembly, Key, Piece, StateDict, specs
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.state.train_state import NUMBERS, TrainState
 
@@ -29,6 +29,7 @@ def broadcast_state(
     source: StateDict | None = None,
     *,
     placed: bool = False,
+    parts: Mapping[Key, Tensor | None] | None = None,
     own: Callable[[StateDict], StateDict] = lambda received: received,
 ) -> None:
     """Copy parameters, buffers, optimizer state and progress from rank `root` to every rank. Collective: yes.
@@ -42,6 +43,8 @@ def broadcast_state(
             only some ranks hold). Each rank keeps what it holds of a tensor.
         placed: the parameters are equal already, because an engine has placed those of rank 0; only buffers are sent
             of the model then.
+        parts: what this rank has read of `source`, of tensors that it does not hold as a whole; given on all ranks or,
+            if `root` has None, by none. What all ranks have read in parts is not sent.
         own: returns what another rank loads of what it has received.
 
     Errors: LaunchError: on every rank, if the model of one rank has other tensors than that of `root`.
@@ -68,11 +71,19 @@ def broadcast_state(
         for group, entries in own_state.tensors.items()
     }
     facts = {"values": dict(own_state.values), "model": _whole_model(held), "is_loaded": source is not None}
+    facts["is_read"] = source is not None and parts is not None
     own_spec = {"tensors": tensor_specs, **facts}
     spec = broadcast_json(comm, own_spec, name="state/spec", root=root)
     _check_same_model(own_spec, spec, comm, root)
     received: dict[str, dict[str, Tensor]] = {group: {} for group in spec["tensors"]}
     keys = [(group, name) for group, entries in spec["tensors"].items() for name in entries]
+    if spec["is_read"] and parts is not None:
+        needed = torch.tensor([int(not is_root and key not in parts) for key in keys], dtype=torch.int32)
+        counts = comm.allreduce(needed, name="state/needed").wait().tolist()
+        keys = [key for key, count in zip(keys, counts, strict=True) if count]
+        for (group, name), part in parts.items():
+            if part is not None and (group, name) not in keys:
+                received.setdefault(group, {})[name] = part
     named = (
         (f"state/{g}/{n}", own_state.tensors[g][n].detach() if is_root else empty(*spec["tensors"][g][n]))
         for g, n in keys

@@ -1,10 +1,11 @@
-"""Files of a checkpoint: one pass writes a file and computes its checksum, one pass verifies it.
+"""Files of a checkpoint: one pass writes a file and computes its checksums, one pass verifies it, or a part of it.
 
 A tensor file is a safetensors file: 8 bytes of length (little endian), a JSON header, raw data. The safetensors library
 is not used, because it needs all data in memory again and computes no checksum.
 
 The checksum is XXH3 with 128 bits. It detects damage by disks, cables and people, and is the only candidate that does
 not slow down a disk of 1.5 to 2 GB/s (zlib.crc32, SHA-256 and BLAKE2b do, and ranks leave no core for another thread).
+Each 4 MiB have a checksum of their own, with 64 bits, so that a rank reads no more than it needs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import xxhash
@@ -35,7 +36,10 @@ _PIECES = "pieces"
 _BLOCK = 1 << 20
 _BUFFER = 1 << 16  # bytes of the buffer for small tensors; larger ones bypass it
 
-_READ = 4 << 20
+CHECKED_BYTES = 4 << 20
+"""Bytes of a file with a checksum of their own."""
+_DIGITS = 16
+"""Of such a checksum, hexadecimal."""
 _FLUSH = 16 << 20
 """Bytes after which the kernel starts to write to disk. Writing everything at the end takes 1.4 times as long."""
 
@@ -64,10 +68,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Size and checksum of a file when it was written."""
+    """Size and checksums of a file when it was written."""
 
     size_bytes: int
     checksum: str  # hexadecimal
+    blocks: str = ""  # those of each `CHECKED_BYTES`, one after the other; "" in files of older versions
 
 
 def write_tensors(
@@ -93,32 +98,123 @@ def write_bytes(path: Path, content: bytes) -> FileDigest:
     return digest
 
 
+class StoredFile:
+    """A file of a checkpoint. `read` verifies what it returns, in blocks, each of them once.
+
+    Without checksums of blocks, the first use verifies all. It is opened when it is used, and keeps no descriptor.
+
+    Args:
+        path: of the file.
+        digest: of when it was written.
+        progress: called for each verified block.
+    """
+
+    def __init__(self, path: Path, digest: FileDigest, progress: Callable[[], None]) -> None:
+        self.path, self.digest, self._progress = path, digest, progress
+        self._block = CHECKED_BYTES if digest.blocks else max(1, digest.size_bytes)
+        self._verified: set[int] = set()
+        self._data: Tensor | None = None
+        self._inode = 0
+
+    def __len__(self) -> int:
+        return self.digest.size_bytes
+
+    def read(self, begin: int, end: int) -> Tensor:
+        """Return verified bytes; they are read again when they are used.
+
+        Errors: CheckpointError: the file is missing or changed; OSError.
+        """
+        blocks = range(begin // self._block, (end - 1) // self._block + 1) if begin < end else range(0)
+        wanted = [number for number in blocks if number not in self._verified]
+        if wanted and not self.digest.blocks:
+            self.verify()
+        elif wanted or self._data is None:
+            with self._opened() as file:
+                for number in wanted:
+                    found = xxhash.xxh3_64(os.pread(file.fileno(), self._block, number * self._block)).hexdigest()
+                    if found != self.digest.blocks[number * _DIGITS : (number + 1) * _DIGITS]:
+                        raise damaged(self.path, f" at byte {number * self._block}")
+                    self._verified.add(number)
+                    self._progress()
+        assert self._data is not None
+        return self._data[begin:end]
+
+    def verify(self) -> None:
+        """Verify all bytes. Errors: as of `read`."""
+        with self._opened() as file:
+            _verify(self.path, file, self.digest, self._progress)
+        self._verified.update(range(-(-len(self) // self._block)))
+
+    @contextmanager
+    def _opened(self) -> Iterator[IO[bytes]]:
+        """Open the file that is mapped, which the first call does."""
+        with _opened(self.path, self.digest) as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if self._data is None:
+                self._inode, self._data = inode, _mapped(file, len(self))
+            if inode != self._inode:
+                raise damaged(self.path, ": it was replaced while it was read")
+            yield file
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, of which only what is asked for is read and verified."""
+
+    file: StoredFile
+    begin: int  # its first byte in the file
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, box: Any) -> Tensor:
+        """Return a part, as of a tensor. Errors: those of `StoredFile.read`."""
+        strides = torch.empty(self.shape, dtype=self.dtype, device="meta")[box]
+        first = self.begin + int(strides.storage_offset()) * self.dtype.itemsize
+        count = 1 + sum((n - 1) * int(stride) for n, stride in zip(strides.shape, strides.stride(), strict=True))
+        part = self.file.read(first, first + (count * self.dtype.itemsize if strides.numel() else 0))
+        if part.data_ptr() % self.dtype.itemsize:  # a file from another program
+            part = part.clone()
+        return part.view(self.dtype).as_strided(strides.shape, strides.stride())
+
+
 def read_tensors(
-    path: Path, digest: FileDigest, progress: Callable[[], None]
-) -> tuple[dict[str, Tensor], dict[str, tuple[list[int], list[int]]]]:
-    """Verify every byte of a safetensors file; return its tensors, which are read again when they are used.
+    path: Path, digest: FileDigest, progress: Callable[[], None], *, verifies_all: bool = True
+) -> tuple[dict[str, StoredTensor], dict[str, tuple[list[int], list[int]]]]:
+    """Return the tensors of a safetensors file, which are read when they are used.
+
+    Every byte is verified now, or, if not `verifies_all`, what is used when it is.
 
     Also returns, for each tensor that is a piece, the shape of the whole tensor and the offset in it.
 
-    Errors: see `read_verified`.
+    Errors: CheckpointError: the file is missing or changed; ValueError: it is no safetensors file; OSError.
     """
-    data = read_verified(path, digest, progress)
-    if len(data) < 8:
+    file = StoredFile(path, digest, progress)
+    if verifies_all:
+        file.verify()
+    if len(file) < 8:
         raise ValueError("shorter than a header")
-    (length,) = struct.unpack("<Q", data[:8].numpy().tobytes())
-    if length > len(data) - 8:
-        raise ValueError(f"a header of {length} bytes in a file of {len(data)}")
-    header, pieces = _parse_header(data[8 : 8 + length].numpy().tobytes())
-    body, end = data[8 + length :], 0
+    (length,) = struct.unpack("<Q", file.read(0, 8).numpy().tobytes())
+    if length > len(file) - 8:
+        raise ValueError(f"a header of {length} bytes in a file of {len(file)}")
+    header, pieces = _parse_header(file.read(8, 8 + length).numpy().tobytes())
+    data_begin, end = 8 + length, 0
     for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
         begin, after = entry["data_offsets"]
         size = math.prod(entry["shape"]) * _DTYPES[entry["dtype"]].itemsize
         if (begin, after) != (end, end + size) or min(entry["shape"], default=0) < 0:
             raise ValueError(f"a tensor of {size} bytes at {begin} to {after}, where the last one ended at {end}")
         end = after
-    if end != len(body):
-        raise ValueError(f"{end} bytes of tensors in {len(body)}")
-    return {name: _view(body, entry) for name, entry in header.items()}, pieces
+    if data_begin + end != len(file):
+        raise ValueError(f"{end} bytes of tensors in {len(file) - data_begin}")
+    found = {
+        name: StoredTensor(file, data_begin + entry["data_offsets"][0], tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        for name, entry in header.items()
+    }
+    return found, pieces
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
@@ -141,7 +237,27 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
 
     Errors: CheckpointError if it is missing or changed; OSError.
     """
-    expected = f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}..."
+    with _opened(path, digest) as file:
+        _verify(path, file, digest, progress)
+        return _mapped(file, digest.size_bytes)
+
+
+def _verify(path: Path, file: IO[bytes], digest: FileDigest, progress: Callable[[], None]) -> None:
+    hasher = xxhash.xxh3_128()
+    block = memoryview(bytearray(CHECKED_BYTES))
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        for begin in range(0, count, _BLOCK):
+            hasher.update(block[begin : min(begin + _BLOCK, count)])
+            progress()
+    if hasher.hexdigest() != digest.checksum:
+        raise damaged(path, expected=_expected(digest), found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
+
+
+@contextmanager
+def _opened(path: Path, digest: FileDigest) -> Iterator[IO[bytes]]:
+    """Open a file of the size in its digest. Errors: CheckpointError if it has another size, or is none; OSError."""
+    expected = _expected(digest)
     try:
         file = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -154,19 +270,18 @@ def read_verified(path: Path, digest: FileDigest, progress: Callable[[], None]) 
         size = os.fstat(file.fileno()).st_size
         if size != digest.size_bytes:
             raise damaged(path, expected=expected, found=f"{size} bytes")
-        hasher = xxhash.xxh3_128()
-        block = memoryview(bytearray(_READ))
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # the kernel reads further ahead
-        while count := file.readinto(block):  # type: ignore[attr-defined]
-            for begin in range(0, count, _BLOCK):
-                hasher.update(block[begin : min(begin + _BLOCK, count)])
-                progress()
-        if hasher.hexdigest() != digest.checksum:
-            raise damaged(path, expected=expected, found=f"{CHECKSUM} {hasher.hexdigest()[:12]}...")
-        if not size:
-            return torch.empty(0, dtype=torch.uint8)
-        # Unlike Python's mmap, this keeps no descriptor: a checkpoint of a thousand ranks has thousands of files.
-        return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=False, size=size, dtype=torch.uint8)
+        yield file
+
+
+def _expected(digest: FileDigest) -> str:
+    return f"{digest.size_bytes} bytes with {CHECKSUM} {digest.checksum[:12]}..."
+
+
+def _mapped(file: IO[bytes], size: int) -> Tensor:
+    """Return the bytes of a file. Unlike with Python's mmap, no descriptor stays open: there may be thousands."""
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(f"/proc/self/fd/{file.fileno()}", shared=False, size=size, dtype=torch.uint8)
 
 
 def check_dtypes(state: StateDict) -> None:
@@ -214,17 +329,8 @@ def _parts(header: bytes, tensors: Iterable[Tensor]) -> Iterator[memoryview]:
             yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _view(data: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    begin, end = entry["data_offsets"]
-    dtype = _DTYPES[entry["dtype"]]
-    part = data[begin:end]
-    if part.data_ptr() % dtype.itemsize:  # a file from another program
-        part = part.clone()
-    return part.view(dtype).reshape(entry["shape"])
-
-
 def _write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None]) -> FileDigest:
-    hasher = xxhash.xxh3_128()
+    hasher, of_block, blocks, room = xxhash.xxh3_128(), xxhash.xxh3_64(), [], CHECKED_BYTES
     size, flushed = 0, 0
     with path.open("xb", buffering=_BUFFER) as file:
         for part in parts:
@@ -233,13 +339,21 @@ def _write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None]
                 hasher.update(block)  # brings the block into the cache, from where it is written next
                 file.write(block)
                 size += len(block)
+                while len(block) >= room:
+                    of_block.update(block[:room])
+                    blocks.append(of_block.hexdigest())
+                    of_block, block, room = xxhash.xxh3_64(), block[room:], CHECKED_BYTES
+                of_block.update(block)
+                room -= len(block)
                 progress()
                 if size - flushed >= _FLUSH:
                     _begin_flush(file.fileno(), flushed, size - flushed)
                     flushed = size
         file.flush()
         _begin_flush(file.fileno(), flushed, size - flushed)
-    return FileDigest(size, hasher.hexdigest())
+    if room < CHECKED_BYTES:
+        blocks.append(of_block.hexdigest())
+    return FileDigest(size, hasher.hexdigest(), "".join(blocks))
 
 
 def _begin_flush(descriptor: int, begin: int, count: int) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
-from hvdtrain.state.pieces import Key, Place, StateDict, named_like, specs
+from hvdtrain.state.pieces import Key, Place, StateDict, W, Whole, lazily, named_like, specs
 
 NUMBERS = "optimizer_values"  # the group of plain numbers in the state of a divided optimizer
 _SPARSE = ".sparse"
@@ -149,9 +149,14 @@ class TrainState:
         own = {name: tensor for name, tensor in self.model.state_dict(keep_vars=True).items() if name not in left_out}
         shapes = specs(stored)
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
-        return {name: take_rows(stored[source], own.get(name)) for name, source in names.items()}, not left_out
+        loaded = {}
+        for name, source in names.items():
+            divided = own.get(name)
+            is_own = divided is not None and is_divided(divided)
+            loaded[name] = take_rows(lazily(stored, source), divided) if is_own else stored[source]
+        return loaded, not left_out
 
-    def cut(self, group: str, name: str, whole: Tensor) -> Tensor | None:
+    def cut(self, group: str, name: str, whole: W) -> Tensor | W | None:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
         own_name = name if group == "model" else name.partition("/")[2] if group == EXTRAS else ""
         if own_name and (parameter := self._parameter(own_name)) is not None and is_divided(parameter):
@@ -163,7 +168,7 @@ class TrainState:
         if own.parameter is None:
             return None
         kept = own.cut(whole)
-        return whole if kept is whole else kept.clone()
+        return whole if kept is whole else kept[...].clone()
 
     def optimized(self) -> Set[str]:
         """Return the names of the parameters that the optimizers of all ranks update."""
@@ -244,11 +249,11 @@ class TrainState:
         indices = {p: i for i, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
         owned = self._owned()
         entries: dict[int, dict[str, Any]] = {}
-        for key, value in chain(slots.items(), plain.items()):  # one whole tensor at a time
+        for key, value in chain(((key, lazily(slots, key)) for key in slots), plain.items()):
             name, _, slot = key.rpartition("/")
             if (parameter := owned[name].parameter) is not None:
-                if isinstance(value, Tensor):
-                    slot, value = as_slot(parameter, slot, owned[name].cut(value))
+                if isinstance(value, Tensor | Whole):
+                    slot, value = as_slot(parameter, slot, owned[name].cut(value)[...])
                 entries.setdefault(indices[parameter], {})[slot] = value
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})

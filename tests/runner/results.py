@@ -64,6 +64,11 @@ def _read(file: Path) -> dict[str, Outcome]:
     return {**{name: Outcome(FAILED, error=LOST) for name in collected}, **found}
 
 
+def cut_off(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Return the outcomes of a run that was ended because it had no more time: what it was doing did not run."""
+    return {name: Outcome(NOT_RUN) if outcome.error == LOST else outcome for name, outcome in outcomes.items()}
+
+
 def failed(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
     """Return the tests that have failed."""
     return {name: outcome for name, outcome in outcomes.items() if outcome.kind == FAILED}

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from hvdtrain.install.versions import NO_SHELL, REMOTE_SHELL, ROOT_MAY_RUN, has_remote_shell
-from tests.runner.results import FAILED, Outcome, read_results
+from tests.runner.results import FAILED, Outcome, cut_off, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "tests"
@@ -99,7 +99,10 @@ def alone(listed: Iterable[str], *, until: float | None = None) -> dict[str, Out
 def _run(
     command: list[str], listed: Iterable[str] | None, until: float | None, more: Mapping[str, str], *, ranks: int = 1
 ) -> dict[str, Outcome]:
-    """Run it until it ends, or is killed at the time `until`; a test without an outcome has failed then."""
+    """Run it until it ends, or is killed at the time `until`, which is no failure of the tests that it was in.
+
+    A test without an outcome has failed otherwise.
+    """
     BUILD.mkdir(parents=True, exist_ok=True)
     number = next(_numbers)
     results = BUILD / f"results-{number}.jsonl"
@@ -119,6 +122,8 @@ def _run(
         process = subprocess.Popen([*command, *own], cwd=ROOT, env=environment, start_new_session=True)
         code = _wait(process, until, files)
     outcomes = read_results(file for file in files if file.exists())
+    if code == -signal.SIGKILL and until is not None and time.time() > until and outcomes:
+        return cut_off(outcomes)
     missing = {name: Outcome(FAILED, error="it did not run") for name in names or () if name not in outcomes}
     if not outcomes or (code not in (0, 1, 5) and not any(each.kind == FAILED for each in outcomes.values())):
         missing["pytest"] = Outcome(FAILED, error=f"exit code {code}")

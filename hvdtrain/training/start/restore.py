@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
@@ -21,15 +22,24 @@ from hvdtrain.observe.sinks import Recorder
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.clock import steady_s
 from hvdtrain.state.buddies import pool_state
-from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved, load
+from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore, Saved
 from hvdtrain.state.extras import unused
 from hvdtrain.state.pieces import StateDict, named_like
+from hvdtrain.state.read_together import Read, find_together
 from hvdtrain.state.sync import broadcast_state
 from hvdtrain.training.diagnostics.drift import check_equal
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_checkpoints_are_there, learning_rate_change
 from hvdtrain.training.start.run_directory import RunDirectory
+
+
+class _Search(NamedTuple):
+    """What `resume` asks for, the checkpoints of the run before, and what was found."""
+
+    resume: str
+    saves: list[Saved]
+    found: tuple[Saved, StateDict] | None
 
 
 def resume_state(current: Round) -> int:
@@ -47,10 +57,13 @@ def resume_state(current: Round) -> int:
     newest = max(steps)
     if newest == NOTHING:
         loaded: list[StateDict] = []
-        resumed = on_rank_0(comm, partial(_restore, current, loaded), name="restored")
+        found, parts = find_together(partial(_find, current), state, comm, touch)
+        resumed = on_rank_0(comm, partial(_restore, current, loaded, found), name="restored")
         placed = worker.plan.places_model
         source_state, fitting = loaded[0] if loaded else None, partial(_of_rank, current)
-        broadcast_state(state, comm, touch, source=source_state, placed=placed, own=fitting)
+        if len(loaded) > 1:  # the state is another one than that in the files
+            parts = None
+        broadcast_state(state, comm, touch, source=source_state, placed=placed, parts=parts, own=fitting)
     else:
         if current.engine is not None and current.engine.in_pieces:
             chosen = pool_state(state, worker.commits.held(), comm, touch)
@@ -97,10 +110,11 @@ def _report_resumed(worker: WorkerState, comm: Comm, recorder: Recorder) -> None
     recorder.say(f"resuming from step {progress.step} with {comm.size} rank(s){since}")
 
 
-def _restore(current: Round, loaded: list[StateDict]) -> int:
-    """On rank 0: load what `resume` asks for, report changes, write the config; return the step to resume from.
+def _restore(current: Round, loaded: list[StateDict], find: Callable[[], _Search | None]) -> int:
+    """On rank 0: load what was found, report changes, write the config; return the step to resume from.
 
-    If rank 0 holds only pieces of the state, it also appends the whole state to `loaded`.
+    If rank 0 holds only pieces of the state, it also appends the whole state to `loaded`, then the one in the files if
+    that is another one.
 
     Errors: CheckpointError: the checkpoint is missing, damaged, or of another model.
     """
@@ -108,19 +122,21 @@ def _restore(current: Round, loaded: list[StateDict]) -> int:
     claim, store = current.claim, current.store
     assert store is not None and claim is not None
     state, old = worker.state, claim.old_config()
-    resume, saves = claim.resolve_resume(run.config.resume), store.list()
-    found = _checkpoint(resume, store, recorder)
+    search = find()
+    assert search is not None
+    resume, saves, found = search
     if found is None and not saves and resume != "never":
         check_checkpoints_are_there(claim, store)
     own = found is not None and found[0].path.resolve().is_relative_to(store.directory.resolve())
     store.set_aside_after(found[0] if found is not None and own else None)
     if found is not None:
-        saved, snapshot = found
-        snapshot = named_like(_with_fitting_workers(current, snapshot), state.model.state_dict())
+        saved, stored = found
+        fitting_workers = _with_fitting_workers(current, stored)
+        snapshot = named_like(fitting_workers, state.model.state_dict())
         samples, data_id = state.progress.samples, state.progress.data_id
         state.load_state_dict(fitting := _of_rank(current, snapshot))
         if fitting is not snapshot or (current.engine is not None and current.engine.in_pieces):
-            loaded.append(snapshot)
+            loaded += [snapshot] if fitting_workers is stored else [snapshot, stored]
         recorder.event(
             {"event": "resumed", "from": str(saved.path), "step": saved.step, "position": state.progress.position}
         )
@@ -173,22 +189,29 @@ def _with_fitting_workers(current: Round, snapshot: StateDict) -> StateDict:
     return without_workers(snapshot)
 
 
-def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder) -> tuple[Saved, StateDict] | None:
+def _find(current: Round, read: Read) -> _Search:
+    """On rank 0: find what `resume` asks for. Errors: those of `_restore`."""
+    assert current.claim is not None and current.store is not None
+    resume, saves = current.claim.resolve_resume(current.run.config.resume), current.store.list()
+    return _Search(resume, saves, _checkpoint(resume, current.store, current.recorder, read))
+
+
+def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder, read: Read) -> tuple[Saved, StateDict] | None:
     if resume == "never":
         return None
     if resume == "auto":
-        return store.load_newest()
+        return store.load_newest(read)
     path = Path(resume)
     if not path.resolve().is_relative_to(store.directory.parent.resolve()):
-        own = store.load_newest()
+        own = store.load_newest(read)
         if own is not None:  # the same command again: the run has saved since it began from `path`
             recorder.say(f"ignoring --resume {resume}: the run has newer checkpoints of its own")
             return own
     if (path / MANIFEST).exists():
-        snapshot = load(path, store.progress)
+        snapshot = read(path)
         foreign = Saved(snapshot.values["progress"]["step"], 0, path)
         return next((saved for saved in store.list() if saved.path.resolve() == path.resolve()), foreign), snapshot
-    found = CheckpointStore(RunLayout(path).checkpoints, recorder.warn, store.progress).load_newest()
+    found = CheckpointStore(RunLayout(path).checkpoints, recorder.warn, store.progress).load_newest(read)
     if found is None:
         raise CheckpointError(
             f"--resume {resume}: no valid checkpoint found there",

@@ -1,0 +1,144 @@
+"""Read a checkpoint on all ranks together: each reads, and verifies, only what it holds.
+
+Rank 0 finds out what the files contain and tells the others, so that a file is opened by those that need its tensors
+alone. What a rank needs as a whole is left to rank 0, and to `sync.broadcast_state`.
+
+torch.distributed.checkpoint is not used: its files have no checksums, and its index is a pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+from torch import Tensor
+
+from hvdtrain.comm.base import Comm
+from hvdtrain.comm.objects import allgather_json, broadcast_json
+from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
+from hvdtrain.state.checkpoint_store import MANIFEST, detect_damage, load
+from hvdtrain.state.pieces import DTYPES, Assembly, Key, StateDict, lazily, named_like
+from hvdtrain.state.tensor_file import FileDigest, StoredFile, StoredTensor
+from hvdtrain.state.train_state import TrainState
+
+Parts = dict[Key, Tensor | None]
+"""What a rank holds of tensors that it does not hold as a whole; None for nothing."""
+Read = Callable[[Path], StateDict]
+Found = TypeVar("Found")
+
+
+def find_together(
+    find: Callable[[Read], Found], state: TrainState, comm: Comm, progress: Callable[[], None]
+) -> tuple[Callable[[], Found | None], Parts | None]:
+    """Find a checkpoint on rank 0, where `find` gets a function that reads one on all ranks. Collective: yes.
+
+    Returns a function with the result, or the error, of `find`, and what this rank has read of the last checkpoint;
+    None if not all ranks see it.
+    """
+    parts: Parts | None = None
+
+    def read(path: Path) -> StateDict:
+        nonlocal parts
+        if comm.size == 1:
+            return load(path, progress)
+        stored = load(path, progress, verifies_all=False)
+        index = _index(path.absolute(), stored)
+        broadcast_json(comm, index, name="read/index")
+        parts = _read(index, stored, state, comm, progress)
+        return load(path, progress) if parts is None else stored
+
+    if comm.rank:
+        while (index := broadcast_json(comm, None, name="read/index")) is not None:
+            try:
+                parts = _read(index, _of_index(index, progress), state, comm, progress)
+            except CheckpointError:  # rank 0 has it, too
+                parts = None
+        return lambda: None, parts
+    try:
+        found = find(read)
+    except Exception as error:
+        caught = error
+
+        def fail() -> Found:
+            raise caught
+
+        return fail, parts
+    finally:
+        if comm.size > 1:
+            broadcast_json(comm, None, name="read/index")
+    return lambda: found, parts
+
+
+def _read(
+    index: dict[str, Any], stored: StateDict, state: TrainState, comm: Comm, progress: Callable[[], None]
+) -> Parts | None:
+    """Return what this rank holds; rank 0 verifies what it needs as a whole, too. Collective: yes.
+
+    Errors: CheckpointError, UnreadableCheckpointError: on every rank, if one cannot read its part.
+    """
+    path = Path(index["path"])
+    if not all(allgather_json(comm, _manifest_hash(path) == index["manifest"], name="read/seen")):
+        return None
+    found: Parts = {}
+    failed: tuple[bool, str] | None = None
+    try:
+        with detect_damage(path):
+            for group, tensors in named_like(stored, state.model.state_dict()).tensors.items():
+                for name in tensors:
+                    whole = lazily(tensors, name)
+                    kept = state.cut(group, name, whole)
+                    if kept is not whole:
+                        found[group, name] = None if kept is None else kept[...]
+                    elif not comm.rank:
+                        whole[...]
+                    progress()
+    except CheckpointError as error:
+        failed = isinstance(error, UnreadableCheckpointError), error.what
+    for rank, each in enumerate(allgather_json(comm, failed, name="read/failed")):
+        if each is not None:
+            raise (UnreadableCheckpointError if each[0] else CheckpointError)(f"{each[1]} (on rank {rank})")
+    return found
+
+
+def _manifest_hash(path: Path) -> str:
+    """Return a hash of the manifest; "" if this rank does not see it."""
+    try:
+        return xxhash.xxh3_128((path / MANIFEST).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _index(path: Path, stored: StateDict) -> dict[str, Any]:
+    """Return what files contain, for `_of_index`."""
+    files: dict[StoredFile, int] = {}
+    tensors: dict[str, dict[str, list[Any]]] = {}
+    for group, assembly in stored.tensors.items():
+        assert isinstance(assembly, Assembly)
+        entries = tensors.setdefault(group, {})
+        for name in assembly:
+            pieces = assembly.whole(name).pieces
+            placed = [
+                [place.offset, piece.shape, files.setdefault(piece.file, len(files)), piece.begin]
+                for place, piece in pieces
+                if isinstance(piece, StoredTensor)
+            ]
+            entries[name] = [str(pieces[0][1].dtype), pieces[0][0].shape, placed]
+    named = [[f.path.name, f.digest.size_bytes, f.digest.checksum, f.digest.blocks] for f in files]
+    facts = {"path": str(path), "manifest": _manifest_hash(path), "aliases": stored.values["aliases"]}
+    return {**facts, "files": named, "tensors": tensors}
+
+
+def _of_index(index: dict[str, Any], progress: Callable[[], None]) -> StateDict:
+    """Return the tensors of an index, which are read when they are used."""
+    folder = Path(index["path"])
+    files = [StoredFile(folder / name, FileDigest(*digest), progress) for name, *digest in index["files"]]
+    tensors: dict[str, Assembly] = {}
+    for group, entries in index["tensors"].items():
+        assembly = tensors[group] = Assembly()
+        for name, (dtype, shape, pieces) in entries.items():
+            for offset, size, file, begin in pieces:
+                piece = StoredTensor(files[file], begin, tuple(size), DTYPES[dtype])
+                assembly.add(name, piece, shape, offset)
+    return StateDict(tensors, {"aliases": index["aliases"]})
