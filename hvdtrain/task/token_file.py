@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -216,6 +216,9 @@ class Windows(TensorDataset):
         if self._ids is None:
             self._ids = self.file.map()[self.start : self.start + self.count]
         return self._ids
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_ids": None}

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from hvdtrain.comm.base import Comm
+    from hvdtrain.engine.base import Engine
+    from hvdtrain.state.train_state import TrainState
     from hvdtrain.training.loop.evaluate import Evaluation
-    from hvdtrain.training.round import Round
 
 
 @dataclass
@@ -24,41 +26,43 @@ class Training:
             are none. Collective: yes. It calls no callback.
     """
 
-    _current: Round
+    _state: TrainState
+    _engine: Engine
+    _comm: Comm
+    _current: Any  # the `Round`, which has callbacks itself
     device: torch.device  # of the model
     evaluate: Callable[[], Evaluation | None]
 
     @property
     def model(self) -> nn.Module:
         """The model after the newest step: a divided update is completed. With engine fsdp, its rows of this rank."""
-        if self._current.engine is not None:  # else the round has ended
-            self._current.engine.complete()
-        return self._current.worker.state.model
+        self._engine.complete()
+        return self._state.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer. Learning rates are set before each step."""
-        return self._current.worker.state.optimizer
+        return self._state.optimizer
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._current.worker.state.progress.step
+        return self._state.progress.step
 
     @property
     def steps(self) -> int:
         """Step at which training ends, unless something stops it earlier."""
-        return self._current.stop
+        return int(self._current.stop)
 
     @property
     def rank(self) -> int:
         """Number of this rank."""
-        return self._current.comm.rank
+        return self._comm.rank
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self._current.comm.size
+        return self._comm.size
 
     def stop(self, why: str) -> None:
         """End training on all ranks, with an evaluation and a checkpoint. One rank's call is enough.

@@ -112,7 +112,8 @@ class Trainer:
             return self.current.rounds.requests(signals.pop(), CHANGED, TERMINATE)
 
         asked_at = -1
-        self._callbacks.begin(Training(self.current, self._worker.device, saving.measure), self.current.comm)
+        engine, comm, device = self.stepper.engine, self.current.comm, self._worker.device
+        self._callbacks.begin(Training(self._state, engine, comm, self.current, device, saving.measure), comm)
         if progress.step == 0:
             saving.evaluate()
         elif self.current.rounds.elastic:
