@@ -18,8 +18,8 @@ from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analyse import ENOUGH
 from hvdtrain.timeline.analysis.phases import extent
-from hvdtrain.timeline.analysis.rounds import ENOUGH
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StampedStart, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable

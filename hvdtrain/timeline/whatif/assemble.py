@@ -14,7 +14,7 @@ from hvdtrain.plan.gradients import finished
 from hvdtrain.timeline.whatif.engine_passes import PassTimes, arrange_passes, update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
-from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Step
+from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step
 
 Costs = Callable[[Compression, PlannedBucket, int], CodingCost | None]
 """The measured cost of coding a bucket, by compression, bucket and world size; None if it was not measured."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hvdtrain.plan.collectives import AT_ONCE, PlannedBucket, bucket_limit
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
-from hvdtrain.timeline.whatif.step import Arrival, Exchange, Part, Step
+from hvdtrain.timeline.whatif.replay import Arrival, Exchange, Part, Step
 
 Gather = Callable[[PlannedBucket], Exchange]
 """The gather of the parameters of a bucket."""
