@@ -14,10 +14,9 @@ from hvdtrain.errors import ETC, listed
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
-from hvdtrain.timeline.analysis.pauses import Pause
 from hvdtrain.timeline.analysis.shares import last_shares, workers_of
 from hvdtrain.timeline.analysis.straggler_causes import dominant
-from hvdtrain.timeline.analysis.stragglers import Division
+from hvdtrain.timeline.analysis.stragglers import Division, Pause
 
 _MANY_PAUSES = 3
 _LOOK = "check what its host did then; pauses do not count as straggler cost"

@@ -1,10 +1,10 @@
-"""Stragglers: the ranks for which the others wait, and their cost. Pure."""
+"""Stragglers: the ranks for which the others wait, and their cost; and pauses of ranks. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.lateness import cost_estimates, latest, like_the_others, median_of_others, tamed
-from hvdtrain.timeline.analysis.pauses import Pause, without_pauses
 from hvdtrain.timeline.analysis.rank_steps import Rounds
 from hvdtrain.timeline.analysis.stats import change_points, mean_of
 from hvdtrain.timeline.columns import Floats
@@ -29,6 +28,12 @@ _LEAST_SHARE = 0.01
 _LEAST_MS = 0.2
 """A smaller cost, in ms or as a share of a step, makes no straggler."""
 _NONE = Estimate(0.0, 0.0, 0.0)
+
+_PAUSE_STEPS = 3.0
+_PAUSE_SHARE = 0.05
+_FEW = 6
+_OF_ALL = 0.2
+"""Share of the steps. More frequent pauses are normal behaviour of the job."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,15 @@ class Division(NamedTuple):
     passes: Sequence[int]
     cost_ms: float
     work_ms: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A rank that was much later than the others, by `ms` in total, in consecutive steps from `step` on, or in one."""
+
+    rank: int
+    step: int
+    ms: float
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,7 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     A cost smaller than `grain_ms`, if it is given, does not count: what at least moves between ranks, a micro-batch, if
     these follow the speed of ranks.
     """
-    rounds, pauses = without_pauses(rounds)
+    rounds, pauses = _without_pauses(rounds)
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
     changes = change_points(excess, max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms))
     edges = [0, *changes, len(rounds.step)]
@@ -113,6 +127,33 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     if any(segment.late for segment in segments):
         return joined(segments)
     return _judged(rounds, pauses, grain_ms)
+
+
+def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
+    """Separate pauses from the other rounds.
+
+    Their steps are too few for the test with shuffled rank numbers, and do not need it.
+    """
+    excess = rounds.work_ms - median_of_others(rounds.work_ms)
+    excess = (excess - np.median(excess, axis=1, keepdims=True)) * rounds.length
+    long = excess > _PAUSE_STEPS * rounds.step_ms * np.sqrt(rounds.length)  # noise grows like that
+    count = long.shape[1]
+    few = max(min(_FEW, count // 4), _PAUSE_SHARE * count)
+    long &= long.sum(axis=1, keepdims=True) <= few
+    aside = long.any(axis=0)
+    if not aside.any() or aside.sum() > max(few, _OF_ALL * count):
+        return rounds, []
+    pauses: list[Pause] = []
+    last = (-1, -1)
+    for rank, place in np.argwhere(long).tolist():  # by rank, then by step: a pause may continue in the next step
+        step, ms = int(rounds.step[place]), float(excess[rank, place])
+        if pauses and last == (rank, step - 1):
+            pauses[-1] = replace(pauses[-1], ms=pauses[-1].ms + ms)
+        else:
+            pauses.append(Pause(rank, step, ms))
+        last = (rank, step)
+    rest = rounds.take(np.flatnonzero(~aside).astype(np.int32))
+    return rest, sorted(pauses, key=lambda pause: -pause.ms)
 
 
 def joined(segments: Sequence[Stragglers]) -> Stragglers:
