@@ -34,15 +34,14 @@ def main(command: str, argv: list[str]) -> int:
         from hvdtrain.timeline.whatif.prediction_text import rare_data, rare_lines
 
         rare = predict_rarely(evidence, change, probed)
-        shown = json.dumps(rare_data(evidence, change, rare), indent=1)
-        print(shown if options.json else "\n".join(rare_lines(evidence, change, rare)))
-        return 0
-    prediction = predict(evidence, change, probed)
-    if options.probe:
-        probed.measure(evidence, (evidence.job, prediction.job))
+        data, text = rare_data(evidence, change, rare), rare_lines(evidence, change, rare)
+    else:
         prediction = predict(evidence, change, probed)
-    shown = json.dumps(as_data(evidence, change, prediction), indent=1)
-    print(shown if options.json else "\n".join(lines(evidence, change, prediction)))
+        if options.probe:
+            probed.measure(evidence, (evidence.job, prediction.job))
+            prediction = predict(evidence, change, probed)
+        data, text = as_data(evidence, change, prediction), lines(evidence, change, prediction)
+    print(json.dumps(data, indent=1) if options.json else "\n".join(text))
     return 0
 
 
