@@ -134,6 +134,11 @@ OF_EVENTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "outer/cosine": min(event["cosines"]),  # of all workers
         "outer/wait_ms": 1e3 * event["wait_s"],  # of rank 0
     },
+    "evaluation": lambda event: {
+        **{f"heldout/{name}": value for name, value in (event.get("metrics") or {}).items()},
+        "loss/heldout": event["loss"],
+    },
+    "explained": lambda event: {f"report/{name}": value for name, value in event["figures"].items()},
 }
 """Numbers of an event for charts, by its name."""
 

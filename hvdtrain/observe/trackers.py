@@ -45,14 +45,10 @@ class Tracker:
             if not 0 <= record["time"] - self._written_s < EVERY_S:
                 self._written_s = record["time"]
                 self._point()
-        elif event == "evaluation":
-            metrics = {f"heldout/{name}": value for name, value in record["metrics"].items()}
-            self._log({"loss/heldout": record["loss"], **metrics}, record["at_step"])
         elif event in OF_EVENTS:
+            if event == "explained":  # at the run's end
+                self._point()
             self._log(OF_EVENTS[event](record), record["at_step"])
-        elif event == "explained":
-            self._point()
-            self._log({f"report/{name}": value for name, value in record["figures"].items()}, record["at_step"])
         elif event == "failed":
             self._failed = True
 
