@@ -118,6 +118,7 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     )
     if spec.is_program:
         limits = replace(limits, grace_s=math.inf)  # a rank may work longer than the others
+    is_alone = spec.is_program and spec.elastic is None
     agents = spec.agents if spec.remote or spec.discover else AUTO
     starter = find_starter(agents, environ, search_path(environ))
     here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
@@ -125,7 +126,8 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
     return WorkerPlan(
         spec,
-        program=_rank_program(spec),
+        # An elastic program talks to the driver itself, by `hvdtrain.torch`.
+        program=(spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if is_alone else spec.program,
         limits=limits,
         hosts=spec.hosts or {"localhost": most},
         slots=options.slots,
@@ -137,12 +139,6 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
         starter=starter,
         address=address_of(interface) if interface else "",
     )
-
-
-def _rank_program(spec: JobSpec) -> tuple[str, ...]:
-    """Return the command of a rank. An elastic program talks to the driver itself, by `hvdtrain.torch`."""
-    alone = spec.is_program and spec.elastic is None
-    return (spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if alone else spec.program
 
 
 def _passed(asked: Sequence[str], target: str, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -252,6 +248,5 @@ def _range(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})", text)
     if not found:
-        expected = "such as 2:4"
-        raise LaunchError("--elastic is not MIN:MAX with MIN <= -np <= MAX", expected=expected, found=repr(text))
+        raise LaunchError("--elastic is not MIN:MAX with MIN <= -np <= MAX", expected="such as 2:4", found=repr(text))
     return int(found[1]), int(found[2])

@@ -143,8 +143,7 @@ def _measure(
     enough = all(host.gpus >= host.ranks for host in hosts)
     if enough or not any(host.gpus for host in hosts):
         device = pick_device("cuda" if enough else "cpu", comm.local_rank, comm.local_size, comm)
-        names = [str(fact["host"]) for fact in facts]
-        speeds = measure_hosts(comm, device, names, options.seconds, options.least)
+        speeds = measure_hosts(comm, device, [str(fact["host"]) for fact in facts], options.seconds, options.least)
         later = allgather_json(comm, _later_facts(comm, device, log), name="preflight/later")
         hosts = host_checks([fact | more for fact, more in zip(facts, later, strict=True)], speeds)
         library = "Gloo" if info.launcher == TORCHRUN or by_gloo(info.variables) else "MPI"

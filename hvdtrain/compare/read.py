@@ -99,8 +99,5 @@ def _evaluations(past: PastSteps) -> dict[str, dict[str, Points]]:
         for name, value in figures.items():
             place = (float(past.positions[step]), past.seconds[step])
             found.setdefault(name, []).append((*place, float("nan") if value is None else float(value)))
-    made = {}
-    for name, rows in found.items():
-        samples, seconds, values = np.array(rows).T
-        made[name] = {SAMPLES: Points(samples, values), SECONDS: Points(seconds, values)}
-    return made
+    columns = {name: np.array(rows).T for name, rows in found.items()}
+    return {name: {SAMPLES: Points(x, y), SECONDS: Points(s, y)} for name, (x, s, y) in columns.items()}

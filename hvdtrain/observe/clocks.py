@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ _SPAN_US = 1200e6
 _ROUNDING_US = 0.01
 """Rounding error of a double, for times since a boot some months ago."""
 
-_Bounds: TypeAlias = deque[tuple[float, float]]
+_Bounds = deque[tuple[float, float]]
 """Times on the other clock, and bounds of the offset at these times."""
 
 

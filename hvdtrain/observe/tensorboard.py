@@ -144,8 +144,7 @@ class TensorBoard:
                 files[run] = on_error.enter_context(closing(EventFile(self._directory / run, start + again)))
             on_error.pop_all()
         self._files = files
-        table = page.text("config", page.config_table(self._started))
-        self._files["."].add(table, step + again, _time(self._started))
+        self._files["."].add(page.text("config", page.config_table(self._started)), step + again, _time(self._started))
         early, self._early = self._early, []
         for record in early:
             self._add_text(record)

@@ -95,8 +95,7 @@ class _Mlflow:
         run = self._mlflow.start_run(run_id=run_id, run_name=folder.name, tags=tags)
         self._client, self._run = client, run.info.run_id
         if not known:
-            parameters = {name: str(value)[:_LONGEST_PARAMETER] for name, value in flatten(config).items()}
-            self._mlflow.log_params(parameters)
+            self._mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in flatten(config).items()})
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(dict(values), step=step, run_id=self._run)

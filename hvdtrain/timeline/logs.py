@@ -123,8 +123,7 @@ class _Stalls:
         """Return a sentence for each stalled rank, the most frequent first."""
         for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
             often = "once" if stall.times == 1 else f"{stall.times} times"
-            names = listed(stall.tensors, _SHOWN)
-            yield f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {names}"
+            yield f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {listed(stall.tensors, _SHOWN)}"
         if self._warnings and not self._of_rank:
             yield f"{STALLED}for more than {self._seconds} s; the output does not say on which rank"
         if self._ends:

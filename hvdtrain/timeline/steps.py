@@ -51,8 +51,7 @@ class StampReader:
     """Reads the stamps of a run, and later only the lines that were added since. Arguments as of `read_starts`."""
 
     def __init__(self, path: Path) -> None:
-        places = (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps)
-        self._places = places
+        self._places = (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps)
         self._file = GrowingFile(path)
         self._heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
         self._lines = 0

@@ -176,8 +176,7 @@ def _aside(facts: Facts) -> Iterator[Finding]:
 
 def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
-        text = f"ranks waited for a CPU core for {facts.per_step(waited)}"
-        yield Finding("cpu", text, waited, facts.for_cores())
+        yield Finding("cpu", f"ranks waited for a CPU core for {facts.per_step(waited)}", waited, facts.for_cores())
 
 
 def _wrong_ranks(facts: Facts) -> Iterator[Finding]:

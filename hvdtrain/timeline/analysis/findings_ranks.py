@@ -82,8 +82,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
 def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) -> Finding:
     """Return the finding of ranks that are slow together."""
     rows = [row for row in facts.blame.ranks if row.rank in ranks]
-    spells = [facts.blame.spells_of(rank) for rank in ranks]
-    when = wording.spells(min(spells, key=len))
+    when = wording.spells(min((facts.blame.spells_of(rank) for rank in ranks), key=len))
     cost, behind = sum(row.cost_ms.value for row in rows), float(np.median([row.behind_ms for row in rows]))
     named = Counter(causes[0].name for rank in ranks if (causes := facts.blame.causes.get(rank, ())))
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""

@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.observe.past_journal import JournalStart
+from hvdtrain.spans import NESTED
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
-
-WAITS = ("gather", "activations")
-"""Parts in which a rank waits for others: they are no work of its own."""
 
 _SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
 """Times that alone may show that a rank is late: parts of a step, and figures of a block."""
@@ -143,7 +141,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
     released = np.where(together, np.median(table.released_us, axis=0), table.end_us)
     start = np.median(table.start_us, axis=0) if together.all() else table.start_us
     begin = np.where(follows(table.step), np.roll(released, 1, axis=1), start)
-    waits = waits + sum(table.parts_us[part] for part in WAITS if part in table.parts_us)
+    waits = waits + sum(table.parts_us[part] for part in NESTED if part in table.parts_us)
     work = (np.where(together, table.ready_us, table.end_us) - begin - waits) / 1e3
     warm = warm_up(table)
     first = ~follows(table.step) | np.roll(together, 1) | (np.arange(steps) == warm)

@@ -63,9 +63,8 @@ def slow_hosts(starts: Iterable[StampedStart], group_of: Mapping[str, str]) -> d
         found = stragglers_of(table, start.shares, start.config)
         if found is not None and len(found.rounds.step) >= _LEAST_STEPS:
             _add(found, start, of_rank)
-    for kind in kinds:
-        kinds[kind] = {name: place for name, place in kinds[kind].items() if place.starts}
-    return {kind: sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for kind, each in kinds.items()}
+    compared = {kind: [place for place in each.values() if place.starts] for kind, each in kinds.items()}
+    return {kind: sorted(each, key=lambda p: (-p.device_hours, p.name)) for kind, each in compared.items()}
 
 
 def _add(found: Stragglers, start: StampedStart, of_rank: Sequence[Sequence[Place]]) -> None:

@@ -152,8 +152,7 @@ def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
         else:
             pauses.append(Pause(rank, step, ms))
         last = (rank, step)
-    rest = rounds.take(np.flatnonzero(~aside).astype(np.int32))
-    return rest, sorted(pauses, key=lambda pause: -pause.ms)
+    return rounds.take(np.flatnonzero(~aside).astype(np.int32)), sorted(pauses, key=lambda pause: -pause.ms)
 
 
 def joined(segments: Sequence[Stragglers]) -> Stragglers:

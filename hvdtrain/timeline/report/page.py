@@ -44,7 +44,9 @@ def render(template: str, view: Mapping[str, Any]) -> str:
     It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped.
     """
     style, script = _read("report.css"), _read("report.js")
-    own = {"style": style, "script": script, "policy": _policy(style, script)}
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    policy = "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
+    own = {"style": style, "script": script, "policy": policy.format(*hashes)}
     page = {"version": VERSION, "program": hvdtrain.__version__}
     return wording.readable(_environment().get_template(template).render({**page, **view, **own}))
 
@@ -91,13 +93,6 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "figures": figures(analysis),
         "seen_ms": page_view.SEEN_MS,
     }
-
-
-def _policy(*texts: str) -> str:
-    """Return the Content-Security-Policy: only this style and this script."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-    style, script = (f"'sha256-{found}'" for found in hashes)
-    return f"default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'"
 
 
 @cache

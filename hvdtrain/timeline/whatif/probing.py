@@ -47,8 +47,7 @@ class CodingProbe:
             buckets = [b for b in evidence.buckets_of(job) if not b.rows and self(compression, b, size) is None]
             if not buckets or (size == 1 and compression.exact):
                 continue
-            processes = min(job.ranks.per_host, evidence.cores)
-            costs = _measure(compression, size, buckets, evidence.threads, processes)
+            costs = _measure(compression, size, buckets, evidence.threads, min(job.ranks.per_host, evidence.cores))
             self._costs |= {_key(compression, b, size): cost for b, cost in zip(buckets, costs, strict=True)}
         content = {"version": VERSION, "buckets": {key: asdict(cost) for key, cost in self._costs.items()}}
         write_text(self._file, json.dumps(content) + "\n")

@@ -101,8 +101,7 @@ def read_evidence(
         )
         cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
         cpu_s = None if cpu_us is None else cpu_us * 1e-6
-        fitted = fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire)
-        return replace(evidence, fitted=fitted)
+        return replace(evidence, fitted=fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire))
 
 
 def read_gradients(path: Path) -> tuple[list[Gradient], Ranks]:
