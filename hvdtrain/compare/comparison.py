@@ -213,6 +213,5 @@ def _notes(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[str]:
     kinds = {tuple(cost.energy_kwh) for cost in costs}
     if len(kinds) > 1:
         yield f"energy is not of the same parts: {'; '.join(sorted(' and '.join(kind) or 'none' for kind in kinds))}"
-    yield from dict.fromkeys(
-        f"energy of {kind} not measured: {why}" for cost in costs for kind, why in cost.unmeasured.items()
-    )
+    reasons = dict.fromkeys(each for cost in costs for each in cost.unmeasured.items())
+    yield from (f"energy of {kind} not measured: {why}" for kind, why in reasons)

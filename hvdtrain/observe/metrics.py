@@ -118,9 +118,7 @@ class RunMetrics:
             if metric.labels == _RANK:
                 before = self._values[metric.name]
                 found = {**record, **record["facts"]}.get(metric.field) or [None] * len(ranks)
-                new = {
-                    rank: metric.factor * value for rank, value in zip(ranks, found, strict=True) if value is not None
-                }
+                new = {rank: metric.factor * each for rank, each in zip(ranks, found, strict=True) if each is not None}
                 if metric.counts:
                     new = {rank: before.get(rank, 0.0) + steps * new.get(rank, 0.0) for rank in ranks}
                 self._values[metric.name] = new

@@ -150,9 +150,7 @@ def open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
 def gpu_remarks(gpu: GpuIdentity) -> list[str]:
     """Return faults of a GPU that NVML reports now: memory errors, and a clock lowered by heat or by its supply."""
     nvml, handle = open_nvml(gpu)
-    found = [
-        f"clock lowered: {reason}" for reason in Monitor(gpu).device().get("gpu_throttle", []) if reason in _FAULTS
-    ]
+    found = [f"clock lowered: {why}" for why in Monitor(gpu).device().get("gpu_throttle", []) if why in _FAULTS]
     if handle is not None:
         with suppress(nvml.NVMLError):  # without ECC
             kind, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC

@@ -181,10 +181,8 @@ def read_stamped(folder: Path) -> Iterator[StampedStart]:
 def _epoch_s(steps: StepTable, this: JournalStart) -> float:
     """Return the time since 1970 at time 0 of the stamps, by the end of a step that both know; NaN without one."""
     ends = dict(zip(this.steps, this.first_times, strict=False))
-    for column, step in enumerate(steps.step.tolist()):
-        if ends.get(step):
-            return ends[step] - float(steps.end_us[0, column]) / 1e6
-    return math.nan
+    known = ((ends[step], column) for column, step in enumerate(steps.step.tolist()) if ends.get(step))
+    return next((end - float(steps.end_us[0, column]) / 1e6 for end, column in known), math.nan)
 
 
 def _evidence(
@@ -305,8 +303,7 @@ def _on_first_clock(traces: Sequence[HorovodTrace]) -> list[HorovodTrace]:
 def _missing(
     timeline: Path, size: int, steps: StepTable | None, spans: Sequence[RankSpans], config: Mapping[str, Any]
 ) -> Iterator[str]:
-    observe = config.get("observe")
-    if isinstance(observe, Mapping) and observe.get("timeline") == "off":
+    if as_mapping(config.get("observe")).get("timeline") == "off":
         yield "the run recorded no traces: --observe.timeline off"
         return
     if steps is None:

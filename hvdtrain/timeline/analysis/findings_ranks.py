@@ -165,10 +165,9 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
     ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in named]
     if ranks:
         most, who = float(per_step[ranks].max()), wording.ranks(ranks, table.hosts)
-        text = (
-            f"{'processes' if len(ranks) > 1 else 'the process'} of {who} {'were' if len(ranks) > 1 else 'was'} stopped"
-        )
-        yield Finding("stopped", f"{text} for {wording.ms(most)} ms per step", most, _CURES["stopped"])
+        whose, were = ("processes", "were") if len(ranks) > 1 else ("the process", "was")
+        text = f"{whose} of {who} {were} stopped for {wording.ms(most)} ms per step"
+        yield Finding("stopped", text, most, _CURES["stopped"])
 
 
 def _padding(facts: Facts) -> Iterator[Finding]:

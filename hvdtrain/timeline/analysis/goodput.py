@@ -37,12 +37,10 @@ def goodput_of(starts: Sequence[JournalStart], late: Mapping[int, float] | None 
     if not known:
         return None
     hours: defaultdict[str, float] = defaultdict(float)
-    ids = set(map(id, known))
-    indices = [index for index, start in enumerate(starts) if id(start) in ids]
-    kept = _kept(known)
+    index, kept = {id(start): number for number, start in enumerate(starts)}, _kept(known)
     for number, (start, gap) in enumerate(zip(known, hours_before(known), strict=True)):
         used = _seconds(start, kept[number], is_first=number == 0)
-        waited = used[USEFUL] * (late or {}).get(indices[number], 0.0)
+        waited = used[USEFUL] * (late or {}).get(index[id(start)], 0.0)
         used = {**used, USEFUL: used[USEFUL] - waited, LATE: waited}
         for use, seconds in used.items():
             hours[use] += devices_of(start) * seconds / S_PER_HOUR

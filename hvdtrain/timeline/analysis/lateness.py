@@ -195,9 +195,8 @@ def _by_scatter(values: Floats, alike: float) -> Floats:
     means = values.mean(axis=1)
     found = np.zeros(len(means))
     for rank in np.argsort(-means).tolist():
-        if means[rank] <= 0 or not (
-            _exceeds_own_scatter(values[rank], alike, len(means)) or _exceeds_others(means, rank)
-        ):
+        exceeds = _exceeds_own_scatter(values[rank], alike, len(means)) or _exceeds_others(means, rank)
+        if means[rank] <= 0 or not exceeds:
             break
         found[rank] = means[rank]
     return found

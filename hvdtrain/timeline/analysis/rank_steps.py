@@ -21,6 +21,8 @@ _WARM_UP = 2
 _FEW = 10
 _SLOW, _HALF, _MOST_OF_RUN = 1.5, 0.5, 0.25
 """Of a usual step, of the steps of a start-up, and of all steps."""
+_LEAST_MS, _LEAST_SHARE = 0.2, 0.01
+"""A smaller cost, in ms or as a share of a step, makes no straggler."""
 _STALL = 10.0
 """Times a usual step: a step that takes longer, after the start-up, has stalled."""
 _ASIDE_SHARE = 0.01
@@ -50,6 +52,11 @@ class Rounds:
     alone_ms: Floats  # times that alone may show that a rank is late [parts, ranks, rounds]
     fewer_ms: Floats = field(default_factory=lambda: np.zeros((1, 1)))
     """How much earlier than `work_ms` a rank is ready because it has fewer micro-batches [ranks, 1]."""
+
+    @property
+    def least_ms(self) -> float:
+        """The smallest cost of a rank, per step, that counts."""
+        return max(_LEAST_MS, _LEAST_SHARE * self.step_ms)
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""

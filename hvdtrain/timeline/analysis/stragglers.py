@@ -24,9 +24,6 @@ _BEYOND = 1.5
 _AS_MUCH, _ALIKE = 0.5, 1 / 3
 _AHEAD = 1.25
 """A rank counts as early if it is so by more than this times what the latest one is late."""
-_LEAST_SHARE = 0.01
-_LEAST_MS = 0.2
-"""A smaller cost, in ms or as a share of a step, makes no straggler."""
 _NONE = Estimate(0.0, 0.0, 0.0)
 
 _PAUSE_STEPS = 3.0
@@ -120,7 +117,7 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     """
     rounds, pauses = _without_pauses(rounds)
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
-    changes = change_points(excess, max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms))
+    changes = change_points(excess, rounds.least_ms)
     edges = [0, *changes, len(rounds.step)]
     parts = [rounds.take(np.arange(a, b, dtype=np.int32)) for a, b in pairwise(edges)] if changes else []
     segments = [_judged(part, pauses, grain_ms) for part in parts]
@@ -188,9 +185,8 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     work = rounds.work_ms
     ranks, count = work.shape
     found, fast, alike = _unlike_others(work) if count >= _LEAST_ROUNDS else ([], [], 1.0)
-    least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
     grain = grain_ms or [0.0] * ranks
-    matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
+    matters = [max(rounds.least_ms, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
         estimates, whole, steady = _costs(rounds, found, alike)
         estimates = _within_waits(estimates, found, sum(estimates[rank].value for rank in found), rounds)
@@ -207,10 +203,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
-    last = (
-        np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), weights=rounds.weight, minlength=ranks)
-        / rounds.weight.sum()
-    )
+    last = np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), rounds.weight, ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     ahead = _NONE
     if fast:

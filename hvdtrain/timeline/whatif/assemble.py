@@ -72,14 +72,8 @@ def assemble_step(
     ]
     exchanges.append(_exchange([("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0), seconds_of))  # loss and weight
     arrivals, tail_s = _arrivals(evidence, buckets, coding, slowdown)
-    last = Step(
-        0.0,
-        arrivals,
-        tail_s,
-        exchanges,
-        [*_late(buckets, coding), 0.0],
-        after_s + sum(cost.commit_s for cost in coding),
-    )
+    after_s += sum(cost.commit_s for cost in coding)
+    last = Step(0.0, arrivals, tail_s, exchanges, [*_late(buckets, coding), 0.0], after_s)
     step = arrange_passes(last, evidence, job, buckets, times, gather)
     sent = exchanged(plan, buckets, job.ranks, job.passes, compression)
     return AssembledStep(step, buckets, sum(each.times * each.nbytes for each in sent), all_measured)
