@@ -22,8 +22,7 @@ from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.fit.fused_attention import FusedAttention
-from hvdtrain.fit.imagined_ddp import ImaginedDdp
-from hvdtrain.fit.imagined_tensors import ImaginedTensors
+from hvdtrain.fit.imagined_tensors import ImaginedDdp, ImaginedTensors
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.plan.refusals import resolve
