@@ -140,11 +140,6 @@ def pack(
     return torch.frombuffer(array("d", values), dtype=torch.float64).unsqueeze(0)
 
 
-def requests_clock_probe(messages: Tensor) -> bool:
-    """Return whether rank 0 requests a comparison of clocks."""
-    return bool(messages[0, 2])
-
-
 def unpack(messages: NDArray[np.float64]) -> Block:
     """Convert the messages of all ranks [ranks, length]."""
     ranks, first, count = len(messages), round(messages[0, 0]), round(messages[0, 1])

@@ -50,22 +50,12 @@ class Merged:
     """What is merged, and the merged trace: its path, size and number of events."""
 
     steps: StepTable | None = None
-    spans: Sequence[RankSpans] = ()
+    spans: Sequence[RankSpans] = ()  # of the ranks, in their order
     timelines: list[HorovodTrace] = field(default_factory=list)  # of Horovod
     notes: list[str] = field(default_factory=list)  # sentences about missing or dropped data
     path: Path = Path()
     nbytes: int = 0
     events: int = 0
-
-    @property
-    def ranks(self) -> list[int]:
-        """Those with spans."""
-        return sorted(spans.rank for spans in self.spans)
-
-    @property
-    def clock_error_us(self) -> float:
-        """Bound of the difference of the ranks' clocks; infinite if they were never compared."""
-        return max((spans.clock_error_us for spans in self.spans), default=0.0)
 
     def shift_of(self, trace: HorovodTrace) -> float:
         """Return what is to be added to a Timeline's times; 0 if its start time is unknown and there are no spans."""

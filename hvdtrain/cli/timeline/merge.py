@@ -13,11 +13,12 @@ def main(command: str, argv: list[str]) -> int:
     """Write the trace and print a summary."""
     options = parser(command).parse_args(argv)
     merged = merge(options.sources, options.output)
-    made = {"rank": len(merged.ranks), "Horovod Timeline": len(merged.timelines)}
+    made = {"rank": len(merged.spans), "Horovod Timeline": len(merged.timelines)}
     content = ", ".join(wording.counted(number, noun) for noun, number in made.items() if number)
     lines = [f"{merged.path}: {merged.events} events of {content}, {merged.nbytes / (1 << 20):.1f} MiB"]
-    if len(merged.ranks) > 1 and merged.clock_error_us < float("inf"):
-        lines.append(f"the ranks' clocks agree to within {merged.clock_error_us:.1f} us")
+    error_us = max((spans.clock_error_us for spans in merged.spans), default=0.0)
+    if len(merged.spans) > 1 and error_us < float("inf"):
+        lines.append(f"the ranks' clocks agree to within {error_us:.1f} us")
     lines += [f"note: {note}" for note in merged.notes]
     lines.append('to view: https://ui.perfetto.dev, "Open trace file" (the file stays in your browser)')
     print(wording.readable("\n".join(lines)))

@@ -136,9 +136,8 @@ def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
     used = known["per_sample"] * samples / (known["peak_per_s"] * step_s) if known["peak_per_s"] * step_s > 0 else 0.0
     shares = {part.name: part.share for part in budget.parts}
     computing = sum(shares.get(name, 0.0) for name in _COMPUTE)
-    again = 0.0
-    if as_mapping(run.config.get("memory")).get("checkpointing") == "full":
-        again = computing * (1 - 1 / _FULL)
+    is_full = as_mapping(run.config.get("memory")).get("checkpointing") == "full"
+    again = computing * (1 - 1 / _FULL) if is_full else 0.0
     lost = {
         "kernels below the peak": computing - again - used,
         "recomputation": again,

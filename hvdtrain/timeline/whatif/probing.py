@@ -72,33 +72,19 @@ def _measure(
     compression: Compression, ranks: int, buckets: Sequence[PlannedBucket], threads: int, processes: int
 ) -> list[CodingCost]:
     """Return the mean over processes that measure at the same time."""
-    question = {
-        "compression": str(compression),
-        "ranks": ranks,
-        "threads": threads,
-        "buckets": [
-            {
-                "parts": [
-                    [name, list(shape), start]
-                    for name, shape, start in zip(bucket.names, bucket.shape.shapes, bucket.starts, strict=True)
-                ],
-                "length": bucket.shape.length,
-                "dtype": bucket.shape.dtype,
-            }
-            for bucket in buckets
-        ],
-    }
+    parts = [[*zip(bucket.names, bucket.shape.shapes, bucket.starts, strict=True)] for bucket in buckets]
+    shapes = [
+        {"parts": own, "length": bucket.shape.length, "dtype": bucket.shape.dtype}
+        for own, bucket in zip(parts, buckets, strict=True)
+    ]
+    question = {"compression": str(compression), "ranks": ranks, "threads": threads, "buckets": shapes}
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "question.json"
         asked.write_text(json.dumps(question))
         answers = [Path(folder) / f"answer-{number}.json" for number in range(processes)]
+        command = [sys.executable, "-m", "hvdtrain.compression.coding_probe", str(asked)]
         started = [
-            subprocess.Popen(
-                [sys.executable, "-m", "hvdtrain.compression.coding_probe", str(asked), str(answer)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            subprocess.Popen([*command, str(answer)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for answer in answers
         ]
         outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in started]
