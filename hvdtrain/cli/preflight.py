@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, above_0, local, positive
-from hvdtrain.doctor.preflight import Preflight, bad_hosts, host_checks, lines, unanswered
+from hvdtrain.cli.parser import Parser, above_0, end, local, positive
+from hvdtrain.doctor.preflight import Deadline, Preflight, bad_hosts, host_checks, lines, unanswered
 from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
+from hvdtrain.observe.output import make_output_unfailing
 from hvdtrain.runtime.environment import TORCHRUN, RankInfo, by_gloo, change_variables
 
 if TYPE_CHECKING:
     import torch
 
     from hvdtrain.comm.base import Comm
-    from hvdtrain.doctor.preflight import Deadline
 
 _DESCRIPTION = """\
 Check the hosts of a job with its own ranks, in some 20 s: GPUs, free memory,
@@ -64,9 +64,6 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Measure, print on rank 0, and return the exit code: that of rank 0 counts, other ranks return 0."""
-    from hvdtrain.cli.parser import end
-    from hvdtrain.observe.output import make_output_unfailing
-
     make_output_unfailing()
     options = parser().parse_args(argv)
     info: RankInfo | None = None
@@ -89,7 +86,6 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
     """Measure and report. Collective: yes."""
     from hvdtrain.comm.objects import allgather_json, on_rank_0
     from hvdtrain.comm.rounds import STARTED, start_rounds
-    from hvdtrain.doctor.preflight import Deadline
 
     if info.rank == 0:
         _write(options.write, ())  # an error after the measurement would be too late

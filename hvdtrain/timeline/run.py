@@ -170,8 +170,9 @@ def _load_run(files: RunFiles, more_logs: Sequence[Path], most_bytes: float) -> 
 
 def read_stamped(folder: Path) -> Iterator[StampedStart]:
     """Yield all starts of a run that have stamps."""
-    past = read_journal_starts(RunLayout(folder).journal)
-    for start in read_starts(folder):
+    layout = RunLayout(run_folder(folder))
+    past = read_journal_starts(layout.journal)
+    for start in read_starts(layout.timeline.folder):
         if len(steps := start.steps.step):
             this = _journal_of(start, past)
             shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]

@@ -65,7 +65,7 @@ def read_evidence(
         engine, shard = _read_engine(path, config)
         profile = _read_profile(path)
         steps = _read_steps(path, accept, lines)
-        start = start or next(reversed(read_starts(path)), None)
+        start = start or next(reversed(read_starts(RunLayout(path).timeline.folder)), None)
         parallel, train = config["parallel"], config["train"]
         ranks, dimensions = Ranks(profile["size"], profile["local_size"]), Dimensions.of(parallel)
         starts, compression = read_journal_starts(RunLayout(path).journal), parallel["compression"]
