@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.compare.comparison import Comparison, Row
-from hvdtrain.compare.curves import SAMPLES
+from hvdtrain.compare.read import SAMPLES
 from hvdtrain.observe import cost
 from hvdtrain.observe.output import duration
 from hvdtrain.timeline.analysis.analysis import Estimate

@@ -91,8 +91,7 @@ class _Mlflow:
             self._mlflow.set_experiment(_PROJECT)
         tags = {"hvdtrain": _id_of("mlflow", folder)}
         known = self._mlflow.search_runs(filter_string=f"tags.hvdtrain = '{tags['hvdtrain']}'", output_format="list")
-        run_id = known[0].info.run_id if known else None
-        run = self._mlflow.start_run(run_id=run_id, run_name=folder.name, tags=tags)
+        run = self._mlflow.start_run(run_id=known[0].info.run_id if known else None, run_name=folder.name, tags=tags)
         self._client, self._run = client, run.info.run_id
         if not known:
             self._mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in flatten(config).items()})

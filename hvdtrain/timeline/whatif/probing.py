@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -54,13 +55,11 @@ class CodingProbe:
 
 
 def _read(file: Path) -> dict[str, CodingCost]:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = orjson.loads(read_regular(file))
-        if found["version"] != VERSION:
-            return {}
-        return {key: CodingCost(**cost) for key, cost in found["buckets"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        if found["version"] == VERSION:
+            return {key: CodingCost(**cost) for key, cost in found["buckets"].items()}
+    return {}
 
 
 def _key(compression: Compression, bucket: PlannedBucket, ranks: int) -> str:
