@@ -176,8 +176,8 @@ def read_span_files(
         start: number of the start (default: the last one).
         most_spans: of all files together; the last ones of each are kept.
     """
-    named = [(found, path) for path in folder.glob(TimelineLayout.SPANS) if (found := _FILE.fullmatch(path.name))]
-    paths = [path for _, path in sorted((int(found[1]), path) for found, path in named)]
+    named = [(name, path) for path in folder.glob(TimelineLayout.SPANS) if (name := _FILE.fullmatch(path.name))]
+    paths = [path for _, path in sorted((int(name[1]), path) for name, path in named)]
     starts = {path: _start_of(path) for path in paths}
     wanted = max(starts.values(), default=-1) if start is None else start
     chosen = [path for path in paths if starts[path] == wanted]
