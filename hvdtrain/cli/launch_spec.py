@@ -121,7 +121,6 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     )
     if spec.is_program:
         limits = replace(limits, grace_s=math.inf)  # a rank may work longer than the others
-    is_alone = spec.is_program and spec.elastic is None
     agents = spec.agents if spec.remote or spec.discover else AUTO
     starter = find_starter(agents, environ, search_path(environ))
     here = (spec.host, environ.get("SLURMD_NODENAME", ""), *options.local.split(","))
@@ -129,8 +128,7 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
     variables = {**environ, LAUNCH_OPTIONS: launch_options_text(own), JOB: secrets.token_hex(8)}
     return WorkerPlan(
         spec,
-        # An elastic program talks to the driver itself, by `hvdtrain.torch`.
-        program=(spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if is_alone else spec.program,
+        program=_rank_program(spec),
         limits=limits,
         hosts=spec.hosts or {"localhost": most},
         slots=options.slots,
@@ -142,6 +140,12 @@ def plan_of(own: Sequence[str], options: argparse.Namespace, spec: JobSpec, envi
         starter=starter,
         address=address_of(interface) if interface else "",
     )
+
+
+def _rank_program(spec: JobSpec) -> tuple[str, ...]:
+    """Return the command of a rank. An elastic program talks to the driver itself, by `hvdtrain.torch`."""
+    alone = spec.is_program and spec.elastic is None
+    return (spec.python, "-m", "hvdtrain.launch.own_task", *spec.program) if alone else spec.program
 
 
 def _passed(asked: Sequence[str], target: str, environ: Mapping[str, str]) -> tuple[str, ...]:
