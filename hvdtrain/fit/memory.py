@@ -71,13 +71,9 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         passes = count_micro_batches([(0, train.global_batch)], train.micro_batch)
         dimensions.check_passes(ranks, passes)
         stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
+        largest, bubble = max(stages, key=lambda each: each.peak), dimensions.bubble(ranks, passes)
         sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
-        return replace(
-            max(stages, key=lambda each: each.peak),
-            sent=sent,
-            waited_for=waited,
-            bubble=dimensions.bubble(ranks, passes),
-        )
+        return replace(largest, sent=sent, waited_for=waited, bubble=bubble)
     return _predict(run, build, ranks)
 
 

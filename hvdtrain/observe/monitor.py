@@ -101,11 +101,13 @@ class Monitor:
             "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
             "gpu_memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
-            "gpu_throttle": lambda: _throttles(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            "gpu_throttle": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
         }
         for name, read in reads.items():
             with suppress(nvml.NVMLError):  # some devices lack some figures, such as a MIG part
                 found[name] = read()
+        if (bits := found.get("gpu_throttle")) is not None:
+            found["gpu_throttle"] = [reason for bit, reason in THROTTLES.items() if bits & bit]
         return found
 
     @cached_property
@@ -157,10 +159,6 @@ def gpu_remarks(gpu: GpuIdentity) -> list[str]:
             if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since_boot):
                 found.append(f"{errors} uncorrected memory errors (ECC) since the driver was loaded")
     return [f"GPU {gpu.pci_bus_id}: {text}" for text in found]
-
-
-def _throttles(reasons: int) -> list[str]:
-    return [name for bit, name in THROTTLES.items() if reasons & bit]
 
 
 @dataclass

@@ -73,7 +73,7 @@ def merge(sources: Sequence[Path], out: Path) -> Merged:
     found.notes.extend(_clock_notes(found))
     facts = {"clock": "microseconds since the first event, by rank 0's clock", "notes": found.notes}
     try:
-        events = _write_trace(out, _events(found, _zero(found)), facts)
+        events = _write_trace(out, _events(found), facts)
         nbytes = out.stat().st_size
     except OSError as error:
         raise TraceError(
@@ -120,16 +120,12 @@ def _find(sources: Sequence[Path]) -> Merged:
     return found
 
 
-def _zero(found: Merged) -> float:
-    """Return the time of the first event, by rank 0's clock."""
+def _events(found: Merged) -> Iterator[_Event]:
     firsts = [float(spans.start_us.min()) for spans in found.spans if len(spans.start_us)]
     for trace in found.timelines:
         shift_us = found.shift_of(trace)
         firsts += [shift_us + float(times.min()) for times in (trace.start_us, trace.tick_us) if len(times)]
-    return min(firsts, default=0.0)
-
-
-def _events(found: Merged, zero_us: float) -> Iterator[_Event]:
+    zero_us = min(firsts, default=0.0)  # the first event, by rank 0's clock
     for spans in found.spans:
         name = f"rank {spans.rank}{' on ' + spans.host if spans.host else ''}"
         yield from _labels("process", spans.rank, 0, name, spans.rank + (len(found.timelines) if spans.rank else 0))
