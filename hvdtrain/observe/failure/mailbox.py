@@ -141,10 +141,8 @@ class Mailbox:
         """Return whether this rank is the one to write the card, at attempt `number` (from 0)."""
         try:
             self._file(f"card.{number}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:  # the disk is full or lost: two cards are better than none
-            return True
+        except OSError as error:  # if the disk is full or lost, two cards are better than none
+            return not isinstance(error, FileExistsError)
         return True
 
     def renew_claim(self, number: int) -> None:
