@@ -29,8 +29,7 @@ def main(argv: list[str]) -> int:
     from hvdtrain.compare.view import met, to_bytes, to_text
     from hvdtrain.timeline.wording import readable
 
-    runs = [read_run(path) for path in (options.run_a, *options.run_b)]
-    comparison = compare(runs)
+    comparison = compare([read_run(path) for path in (options.run_a, *options.run_b)])
     found = met(options.fail_if, comparison) if options.fail_if is not None else []
     sys.stdout.write(to_bytes(comparison).decode() if options.json else f"{readable(to_text(comparison))}\n")
     if found:

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.cli.parser import MODEL_HELP, Parser, local
+from hvdtrain.cli.parser import MODEL_HELP, Parser, end, local
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import make_output_unfailing
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import RankInfo
+from hvdtrain.runtime.tuning import prepare
 
 Result = tuple[dict[str, Any], Callable[[], list[str]]]
 """The values to print; and what makes the lines of --per_sample."""
@@ -60,9 +61,6 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Evaluate, and print on rank 0."""
-    from hvdtrain.cli.parser import end
-    from hvdtrain.runtime.tuning import prepare
-
     make_output_unfailing()
     made = parser()
     options, training = made.parse_known_args(argv)

@@ -162,8 +162,7 @@ def _drive(plan: WorkerPlan, dry_run: bool) -> int:
 def _found(start: Command) -> Command:
     """Return the command with its program's folder on PATH, where MPI's launchers look for their parts."""
     now = environ()
-    path = search_path(now)
-    program = shutil.which(start.argv[0], path=path)
+    program = shutil.which(start.argv[0], path=search_path(now))
     if program is None:
         what, expected = f"there is no {start.argv[0]} on this machine", f"{start.argv[0]} on PATH"
         raise LaunchError(what, expected=expected, next_step="see: hvdtrain doctor")

@@ -172,8 +172,7 @@ def _add_own(add: Callable[..., object]) -> None:
     add("--slots", type=positive, default=1, metavar="N", help=slots)
     restarts = "restart the job up to N times when no rank is left (default: 0)"
     add("--restarts", type=_whole, default=0, metavar="N", help=restarts)
-    resets = "fail after N changes of membership (default: no limit)"
-    add("--reset-limit", type=_whole, metavar="N", help=resets)
+    add("--reset-limit", type=_whole, metavar="N", help="fail after N changes of membership (default: no limit)")
     seconds = {"type": _seconds, "metavar": "S"}
     hang = "kill a rank that blocks the others for S seconds, or for 10 x S if it still computes; 0 means never"
     add("--hang-timeout", default=60.0, help=f"{hang} (default: 60)", **seconds)
@@ -196,8 +195,7 @@ def _add_scheduled(add: Callable[..., object]) -> None:
     add("--gpus-per-node", type=positive, metavar="N", help="GPUs per host, one per rank (default: none)")
     cores = "cores per rank (default: the site's; with GPUs, all cores of the hosts, which nobody else can use then)"
     add("--cpus-per-rank", type=positive, metavar="N", help=cores)
-    memory = "memory per host, such as 400G or 512M (default: the site's)"
-    add("--mem", type=_mib, metavar="SIZE", help=memory)
+    add("--mem", type=_mib, metavar="SIZE", help="memory per host, such as 400G or 512M (default: the site's)")
     chunk = "another resource of each host of PBS, such as host_type=a100"
     add("--chunk", action="append", type=_chunk, default=[], metavar="NAME=VALUE", help=chunk)
     limit = "time limit of the job, such as 2h, 1h30m or 1:30:00 (default: the site's)"

@@ -39,6 +39,8 @@ def spec_of(
 
     Errors: LaunchError: the number of ranks is missing, or an option has no meaning.
     """
+    from hvdtrain.__main__ import COMMANDS
+
     target = TARGETS.get(choice.target)
     hosts = parse_hosts(options.hosts) if options.hosts else _allocated(choice.target, options, environ)
     elastic = _range(options.elastic)
@@ -49,7 +51,8 @@ def spec_of(
     if options.arguments and options.arguments[0] != "--":  # unknown arguments of launch
         raise LaunchError(f"{options.arguments[0]!r} is not an option of launch", next_step=AFTER_DASHES)
     words = tuple(options.arguments[1:])
-    is_program = _is_program(words)
+    # Not an option of training, nor a command of hvdtrain.
+    is_program = bool(words) and not words[0].startswith("-") and words[0] not in COMMANDS
     elsewhere = target is not None and target.elsewhere
     own = {name: value for name, value in site.environment.items() if elsewhere or environ[name] == value}
     if is_program and not elsewhere and not options.container:
@@ -228,13 +231,6 @@ def _setup(site: Site, variables: Mapping[str, str], environ: Mapping[str, str])
     return (*site.setup, *setup_lines({**environ, "LOADEDMODULES": modules}), *exports)
 
 
-def _is_program(words: Sequence[str]) -> bool:
-    """Check whether words start with a program, not with an option of training or a command of hvdtrain."""
-    from hvdtrain.__main__ import COMMANDS
-
-    return bool(words) and not words[0].startswith("-") and words[0] not in COMMANDS
-
-
 def _refuse_missing(words: Sequence[str]) -> None:
     """Raise LaunchError where the program is not on this machine or not executable."""
     name = words[0]
@@ -252,6 +248,5 @@ def _range(text: str | None) -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"([0-9]{1,5}):([0-9]{1,5})", text)
     if not found:
-        expected = "such as 2:4"
-        raise LaunchError("--elastic is not MIN:MAX with MIN <= -np <= MAX", expected=expected, found=repr(text))
+        raise LaunchError("--elastic is not MIN:MAX with MIN <= -np <= MAX", expected="such as 2:4", found=repr(text))
     return int(found[1]), int(found[2])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.cli.launch_options import duration_s
 from hvdtrain.cli.parser import Parser, above_0, local, positive
 from hvdtrain.config.schema import Config
+from hvdtrain.run_layout import RunLayout
 
 if TYPE_CHECKING:
     from hvdtrain.plan.plan import Plan
@@ -70,7 +71,6 @@ def main(argv: list[str]) -> int:
     from hvdtrain.plan.description import describe
     from hvdtrain.plan.plan import plan_of
     from hvdtrain.plan.refusals import resolve
-    from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.whatif.outlook import Asked, outlook
     from hvdtrain.yaml_file import flatten, read_yaml
 
@@ -106,7 +106,6 @@ def _in_bytes(folder: Path, was: Plan, config: Config, plan: Plan, size: int) ->
     from hvdtrain.plan.collectives import collectives
     from hvdtrain.plan.held import held
     from hvdtrain.plan.plan import Ranks
-    from hvdtrain.run_layout import RunLayout
     from hvdtrain.timeline.whatif.prediction_text import memory_text
     from hvdtrain.timeline.whatif.read_run import read_gradients
     from hvdtrain.timeline.wording import nbytes

@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.cli.parser import Parser, above_0, local, positive
-from hvdtrain.doctor.preflight import Preflight, bad_hosts, host_checks, lines, unanswered
+from hvdtrain.cli.parser import Parser, above_0, end, local, positive
+from hvdtrain.doctor.preflight import Deadline, Preflight, bad_hosts, host_checks, lines, unanswered
 from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
+from hvdtrain.observe.output import make_output_unfailing
 from hvdtrain.runtime.environment import TORCHRUN, RankInfo, by_gloo, change_variables
 
 if TYPE_CHECKING:
     import torch
 
     from hvdtrain.comm.base import Comm
-    from hvdtrain.doctor.preflight import Deadline
 
 _DESCRIPTION = """\
 Check the hosts of a job with its own ranks, in some 20 s: GPUs, free memory,
@@ -64,9 +64,6 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Measure, print on rank 0, and return the exit code: that of rank 0 counts, other ranks return 0."""
-    from hvdtrain.cli.parser import end
-    from hvdtrain.observe.output import make_output_unfailing
-
     make_output_unfailing()
     options = parser().parse_args(argv)
     info: RankInfo | None = None
@@ -89,7 +86,6 @@ def _examine(options: argparse.Namespace, info: RankInfo, log: Path) -> Prefligh
     """Measure and report. Collective: yes."""
     from hvdtrain.comm.objects import allgather_json, on_rank_0
     from hvdtrain.comm.rounds import STARTED, start_rounds
-    from hvdtrain.doctor.preflight import Deadline
 
     if info.rank == 0:
         _write(options.write, ())  # an error after the measurement would be too late
@@ -143,8 +139,7 @@ def _measure(
     enough = all(host.gpus >= host.ranks for host in hosts)
     if enough or not any(host.gpus for host in hosts):
         device = pick_device("cuda" if enough else "cpu", comm.local_rank, comm.local_size, comm)
-        names = [str(fact["host"]) for fact in facts]
-        speeds = measure_hosts(comm, device, names, options.seconds, options.least)
+        speeds = measure_hosts(comm, device, [str(fact["host"]) for fact in facts], options.seconds, options.least)
         later = allgather_json(comm, _later_facts(comm, device, log), name="preflight/later")
         hosts = host_checks([fact | more for fact, more in zip(facts, later, strict=True)], speeds)
         library = "Gloo" if info.launcher == TORCHRUN or by_gloo(info.variables) else "MPI"

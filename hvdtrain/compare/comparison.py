@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.compare.curves import SAMPLES, SECONDS, difference_by_noise, difference_by_seeds, unknown
-from hvdtrain.compare.read import HELD_OUT, LOSS, RunRecord
+from hvdtrain.compare.read import HELD_OUT, LOSS, SAMPLES, SECONDS, Curve, RunRecord
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.analysis import Estimate
+from hvdtrain.timeline.analysis.stats import half_width, student
 from hvdtrain.yaml_file import flatten
 
 _NOT_OF_TRAINING = ("seed", "run_dir", "resume", "log_level", "checkpoint.every", "checkpoint.keep")
@@ -168,10 +169,56 @@ def _row(
             elif low < place:
                 found, source = difference_by_noise(columns[0][0].losses[axis], run.losses[axis], low, place), NOISE
             else:
-                found = unknown(value[0] - base[0])
+                found = _unknown(value[0] - base[0])
         differences.append(found)
         sources.append(source)
     return Row(figure, axis, place, place - low, [_mean(each) for each in values], differences, sources)
+
+
+def difference_by_noise(a: Curve, b: Curve, low: float, high: float) -> Estimate | None:
+    """Return the mean of b - a from `low` to `high` with its 95% interval; None if they have nothing in common there.
+
+    Both curves are compared place by place, so that a trend, and samples that both saw there, cancel out. The interval
+    is by batch means (`half_width`): it knows the noise from step to step, not that from seed to seed.
+    """
+    edges = np.unique(np.concatenate([[low, high], a.begins, a.ends, b.begins, b.ends]))
+    edges = edges[(edges >= low) & (edges <= high)]
+    middles, weights = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    (values_a, in_a), (values_b, in_b) = a.at(middles), b.at(middles)
+    inside = in_a & in_b & (weights > 0)
+    differences, weights = (values_b - values_a)[inside], weights[inside]
+    if not len(differences):
+        return None
+    mean = float(np.average(differences, weights=weights))
+    if len(differences) == 1 or not math.isfinite(mean):
+        return _unknown(mean)
+    half = half_width(differences - mean, weights)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def difference_by_seeds(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Return the difference of means b - a with its 95% interval, from runs that differ in their seeds.
+
+    Welch's interval (Biometrika 34, 1947) with Satterthwaite's degrees of freedom. If one side has a single run, it is
+    Student's, which assumes that both sides vary equally.
+    """
+    mean = float(np.mean(b) - np.mean(a))
+    spread = [float(np.var(each, ddof=1)) / len(each) if len(each) > 1 else math.nan for each in (a, b)]
+    if len(a) > 1 and len(b) > 1:
+        total = sum(spread)
+        parts = [part**2 / (len(each) - 1) for part, each in zip(spread, (a, b), strict=True)]
+        degrees = total**2 / sum(parts) if total > 0 else 1.0
+    else:
+        known = a if len(a) > 1 else b
+        total = float(np.var(known, ddof=1)) * (1 / len(a) + 1 / len(b))
+        degrees = len(known) - 1
+    half = student(degrees) * math.sqrt(total)
+    return Estimate(mean, mean - half, mean + half)
+
+
+def _unknown(value: float) -> Estimate:
+    """Return an estimate without an interval."""
+    return Estimate(value, -math.inf, math.inf)
 
 
 def _of_runs(column: Column, of_run: Callable[[RunRecord], float | None]) -> list[float] | None:
@@ -213,6 +260,5 @@ def _notes(columns: Sequence[Column], rows: Sequence[Row]) -> Iterator[str]:
     kinds = {tuple(cost.energy_kwh) for cost in costs}
     if len(kinds) > 1:
         yield f"energy is not of the same parts: {'; '.join(sorted(' and '.join(kind) or 'none' for kind in kinds))}"
-    yield from dict.fromkeys(
-        f"energy of {kind} not measured: {why}" for cost in costs for kind, why in cost.unmeasured.items()
-    )
+    reasons = dict.fromkeys(each for cost in costs for each in cost.unmeasured.items())
+    yield from (f"energy of {kind} not measured: {why}" for kind, why in reasons)

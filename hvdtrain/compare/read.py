@@ -1,4 +1,4 @@
-"""Read a run for a comparison, from its journal."""
+"""Read a run for a comparison, from its journal: its curves over samples and over seconds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hvdtrain.compare.curves import SAMPLES, SECONDS, Curve, Points
 from hvdtrain.errors import TraceError
 from hvdtrain.observe.cost import Cost, cost_of
 from hvdtrain.observe.past_journal import ENDINGS, PastSteps, read_journal_starts
@@ -18,8 +18,59 @@ from hvdtrain.timeline.analysis.ending import Kept, kept
 from hvdtrain.timeline.columns import Floats
 from hvdtrain.yaml_file import flatten
 
+SAMPLES, SECONDS = "samples", "seconds"
+"""Axes of curves."""
+
 LOSS, HELD_OUT = "loss", "heldout_loss"
 """Names of figures; other figures have the names of the task's metrics."""
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """A loss that is constant within each step [n]. Steps do not overlap; nan where it is not finite.
+
+    Positions are in samples, so micro-batch, number of ranks and length of a step do not change where a loss is.
+    """
+
+    begins: Floats
+    ends: Floats
+    values: Floats
+
+    @property
+    def usual_length(self) -> float:
+        """The median length of a recorded step."""
+        lengths = self.ends - self.begins
+        return float(np.median(lengths[lengths > 0])) if (lengths > 0).any() else 0.0
+
+    @property
+    def first(self) -> float:
+        """Where the first recorded step begins: not at 0 if the run began from the state of another run."""
+        return float(self.begins[np.argmax(self.ends > self.begins)])
+
+    def mean(self, low: float, high: float) -> float | None:
+        """Return the mean from `low` to `high`, by length; None if the curve has nothing there."""
+        weights = np.minimum(self.ends, high) - np.maximum(self.begins, low)
+        inside = weights > 0
+        return float(np.average(self.values[inside], weights=weights[inside])) if inside.any() else None
+
+    def at(self, places: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the values at places, and whether the curve has them."""
+        steps = np.minimum(np.searchsorted(self.ends, places), len(self.ends) - 1)
+        return self.values[steps], (places > self.begins[steps]) & (places <= self.ends[-1])
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Evaluations at ascending places [n]."""
+
+    places: Floats
+    values: Floats
+
+    def at(self, place: float) -> float | None:
+        """Return the value at a place, linear between two evaluations; None outside them."""
+        if not self.places[0] <= place <= self.places[-1]:
+            return None
+        return float(np.interp(place, self.places, self.values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +150,5 @@ def _evaluations(past: PastSteps) -> dict[str, dict[str, Points]]:
         for name, value in figures.items():
             place = (float(past.positions[step]), past.seconds[step])
             found.setdefault(name, []).append((*place, float("nan") if value is None else float(value)))
-    made = {}
-    for name, rows in found.items():
-        samples, seconds, values = np.array(rows).T
-        made[name] = {SAMPLES: Points(samples, values), SECONDS: Points(seconds, values)}
-    return made
+    columns = {name: np.array(rows).T for name, rows in found.items()}
+    return {name: {SAMPLES: Points(x, y), SECONDS: Points(s, y)} for name, (x, s, y) in columns.items()}

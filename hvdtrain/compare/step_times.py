@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.compare.comparison import differing_options
@@ -83,11 +83,6 @@ def to_text(comparison: Comparison) -> str:
         if len(options) > _SHOWN:
             lines.append(f"  {len(options) - _SHOWN} more: --json")
     return "\n".join([*lines, *(f"  {note}" for note in comparison.notes)])
-
-
-def to_plain(comparison: Comparison) -> dict[str, Any]:
-    """Return plain values for JSON."""
-    return {"version": 1, **asdict(comparison)}
 
 
 def _pooled(parts: Mapping[str, Estimate]) -> dict[str, Estimate]:

@@ -6,11 +6,11 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.compare.comparison import Comparison, Row
-from hvdtrain.compare.curves import SAMPLES
+from hvdtrain.compare.read import SAMPLES
 from hvdtrain.observe import cost
 from hvdtrain.observe.output import duration
 from hvdtrain.timeline.analysis.analysis import Estimate
@@ -31,30 +31,21 @@ _MOST = 20
 """Lines of a table at most."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of a table: a cell for each column of the comparison."""
-
-    label: str
-    cells: Sequence[str]
+_Line = tuple[str, list[str]]
+"""A line of a table: its label, and a cell for each column of the comparison."""
 
 
-def letter(column: int) -> str:
+def _letter(column: int) -> str:
     """Return the short name of a column: a to z, then a1."""
     return chr(ord("a") + column % 26) + (str(column // 26) if column >= 26 else "")
 
 
-def heads(comparison: Comparison) -> list[str]:
-    """Return the heads of the columns."""
-    return [f"{letter(n)} (base)" if n == 0 else letter(n) for n in range(len(comparison.columns))]
-
-
-def tables(comparison: Comparison) -> dict[str, list[Line]]:
+def _tables(comparison: Comparison) -> dict[str, list[_Line]]:
     """Return the tables by title: figures by place, cost, and what differs."""
-    found: dict[str, list[Line]] = {}
+    found: dict[str, list[_Line]] = {}
     for row in comparison.rows:
         found.setdefault(_place(row), []).extend(_figure(row))
-    costs = [Line(_COSTS[name], [_cost(name, value) for value in values]) for name, values in comparison.costs.items()]
+    costs = [(_COSTS[name], [_cost(name, value) for value in values]) for name, values in comparison.costs.items()]
     several = any(len(runs) > 1 for runs in comparison.columns)
     found[f"cost of the whole run{', mean over runs' if several else ''}"] = costs
     for title, kind, prefix in (
@@ -62,7 +53,7 @@ def tables(comparison: Comparison) -> dict[str, list[Line]]:
         ("versions that differ", comparison.versions, ""),
         ("machines that differ", comparison.machines, ""),
     ):
-        lines = [Line(f"{prefix}{name}", [_plain(value, prefix) for value in values]) for name, values in kind.items()]
+        lines = [(f"{prefix}{name}", [_plain(value, prefix) for value in values]) for name, values in kind.items()]
         found[title if lines else f"{title}: none"] = lines
     return found
 
@@ -79,15 +70,14 @@ def _place(row: Row) -> str:
     return f"at {where}, mean over the last {f'{row.window:,.0f}' if row.axis == SAMPLES else _time(row.window)}"
 
 
-def _figure(row: Row) -> Iterator[Line]:
-    yield Line(_LABELS.get(row.figure, row.figure), [_value(value) for value in row.values])
+def _figure(row: Row) -> Iterator[_Line]:
+    yield _LABELS.get(row.figure, row.figure), [_value(value) for value in row.values]
     if any(row.differences):
-        marks = ["*" if is_significant(each) else "" for each in row.differences]
-        cells = [f"{each.value:+.3g}{mark}" if each else "" for each, mark in zip(row.differences, marks, strict=True)]
-        yield Line("  minus base", cells)
+        cells = [f"{each.value:+.3g}{'*' if is_significant(each) else ''}" if each else "" for each in row.differences]
+        yield "  minus base", cells
     intervals = [_interval(each) for each in row.differences]
     if any(intervals):
-        yield Line("  95% interval", intervals)
+        yield "  95% interval", intervals
 
 
 def _interval(estimate: Estimate | None) -> str:
@@ -122,12 +112,15 @@ def _plain(value: Any, prefix: str) -> str:
 
 def to_text(comparison: Comparison) -> str:
     """Return tables of three columns at most; the first is always the base."""
-    lines = list(_legend(comparison))
-    count = len(comparison.columns)
+    lines = []
+    for number, (runs, state) in enumerate(zip(comparison.columns, comparison.states, strict=True)):
+        tail = f"{f' and {len(runs) - 1} of other seeds' if len(runs) > 1 else ''}: {state}"
+        lines.append(shorten(f"{_letter(number)}: {shorten(runs[0], max(12, _WIDTH - 3 - len(tail)))}{tail}", _WIDTH))
+    tables, count = _tables(comparison), len(comparison.columns)
     for first in range(1, count, _SIDE_BY_SIDE - 1):
         columns = [0, *range(first, min(count, first + _SIDE_BY_SIDE - 1))]
-        lines.append(_line("", [heads(comparison)[column] for column in columns]))
-        for title, rows in tables(comparison).items():
+        lines.append(_line("", [f"{_letter(column)}{'' if column else ' (base)'}" for column in columns]))
+        for title, rows in tables.items():
             lines += _shown(title, rows, columns)
     if any(is_significant(each) for row in comparison.rows for each in row.differences):
         lines.append("* significant: the 95% interval excludes 0")
@@ -136,22 +129,15 @@ def to_text(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _legend(comparison: Comparison) -> Iterator[str]:
-    for number, (runs, state) in enumerate(zip(comparison.columns, comparison.states, strict=True)):
-        more = f" and {len(runs) - 1} of other seeds" if len(runs) > 1 else ""
-        tail = f"{more}: {state}"
-        yield shorten(f"{letter(number)}: {shorten(runs[0], max(12, _WIDTH - 3 - len(tail)))}{tail}", _WIDTH)
-
-
-def _shown(title: str, lines: Sequence[Line], columns: Sequence[int]) -> Iterator[str]:
+def _shown(title: str, lines: Sequence[_Line], columns: Sequence[int]) -> Iterator[str]:
     yield shorten(title, _WIDTH)
-    for line in lines[:_MOST]:
-        cells = [shorten(line.cells[column], _CELL - 1) for column in columns]
-        if len(line.label) > _LABEL - 3:
-            yield f"  {shorten(line.label, _WIDTH - 2)}"
+    for label, every in lines[:_MOST]:
+        cells = [shorten(every[column], _CELL - 1) for column in columns]
+        if len(label) > _LABEL - 3:
+            yield f"  {shorten(label, _WIDTH - 2)}"
             yield _line("", cells)
         else:
-            yield _line(f"  {line.label}", cells)
+            yield _line(f"  {label}", cells)
     if len(lines) > _MOST:
         yield f"  {len(lines) - _MOST} more: --json"
 
@@ -160,7 +146,7 @@ def _line(label: str, cells: Sequence[str]) -> str:
     return f"{label:<{_LABEL}}{''.join(f'{cell:>{_CELL}}' for cell in cells)}".rstrip()
 
 
-def figures(comparison: Comparison) -> list[dict[str, float]]:
+def _figures(comparison: Comparison) -> list[dict[str, float]]:
     """Return the known figures of each column, by name.
 
     Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``.
@@ -181,13 +167,13 @@ def met(text: str, comparison: Comparison) -> list[str]:
 
     Errors: ConfigError: wrong syntax, an unknown name, or a figure that a column lacks.
     """
-    base, *others = figures(comparison)
+    base, *others = _figures(comparison)
     known = list(dict.fromkeys(name for each in (base, *others) for name in each))
     clauses = condition.parse(text, known, with_base=True)
     found = [number for number, each in enumerate(others, 1) if condition.holds(clauses, each, base)]
-    return [f"{letter(number)}: {condition.met_text(clauses, others[number - 1])}" for number in found]
+    return [f"{_letter(number)}: {condition.met_text(clauses, others[number - 1])}" for number in found]
 
 
 def to_bytes(comparison: Comparison) -> bytes:
     """Return the comparison as JSON text."""
-    return dumped({"version": 1, "figures": figures(comparison), **asdict(comparison)})
+    return dumped({"version": 1, "figures": _figures(comparison), **asdict(comparison)})

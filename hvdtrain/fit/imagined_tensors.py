@@ -1,4 +1,4 @@
-"""Tensors without memory, and a count of the bytes that they would have."""
+"""What is imagined of a job: tensors without memory, with a count of their bytes; ranks with the memory of DDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.comm.imagined import Traffic
+from hvdtrain.comm.imagined import ImaginedComm, Traffic, UnderWay
+from hvdtrain.comm.solo import Finished
 from hvdtrain.fit.live_bytes import LiveBytes
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -99,3 +100,48 @@ def _grouped(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     if left.dtype == torch.bfloat16:
         return func(*args, **named)
     return func(left.to(torch.bfloat16), right.to(torch.bfloat16), *rest, **named).to(left.dtype)
+
+
+class ImaginedDdp(ImaginedComm):
+    """Ranks to which an uncompressed exchange sends as the hooks of `DdpSums` send, with the memory that it takes.
+
+    DDP itself does not run: its exchange is not in Python. Its buckets hold the gradients, as ours do.
+    `compression` is the name of one of the engine's.
+    """
+
+    def __init__(self, size: int, compression: str) -> None:
+        super().__init__(size)
+        self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(compression)
+        self._errors: dict[str, Tensor] | None = {} if compression == "powersgd" else None
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
+        """Return `tensor`."""
+        done = super().allreduce(tensor, name=name)
+        if not tensor.is_floating_point():
+            return done
+        if self._errors is None:
+            return _Sent(tensor, tensor if self._dtype is None else tensor.to(self._dtype))
+        return _Approximated(tensor, self._errors, name)
+
+
+class _Sent(UnderWay):
+    """Holds what is sent until all gradients have arrived."""
+
+    def __init__(self, tensor: Tensor, sent: Tensor) -> None:
+        super().__init__(tensor)
+        self._sent = sent
+
+
+class _Approximated(UnderWay):
+    """Holds a copy for PowerSGD, and keeps the error. The matrices that are sent are small."""
+
+    def __init__(self, tensor: Tensor, errors: dict[str, Tensor], name: str) -> None:
+        super().__init__(tensor)
+        self._tensor, self._errors, self._name = tensor, errors, name
+        self._errors.setdefault(name, torch.zeros_like(tensor))
+        self._copy = tensor.clone()
+
+    def wait(self) -> Tensor:
+        """Return the tensor."""
+        self._errors[self._name] = self._copy - self._tensor
+        return super().wait()

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.comm.imagined import ImaginedComm, Traffic, imagined_ranks
 from hvdtrain.compression import base
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
@@ -23,8 +22,7 @@ from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError, HvdtrainError
 from hvdtrain.fit.fused_attention import FusedAttention
-from hvdtrain.fit.imagined_ddp import ImaginedDdp
-from hvdtrain.fit.imagined_tensors import ImaginedTensors
+from hvdtrain.fit.imagined_tensors import ImaginedDdp, ImaginedTensors
 from hvdtrain.fit.live_bytes import LiveBytes
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.plan.refusals import resolve
@@ -73,13 +71,9 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
         passes = count_micro_batches([(0, train.global_batch)], train.micro_batch)
         dimensions.check_passes(ranks, passes)
         stages = [_predict(run, build, ranks, rank) for rank in dimensions.pipeline(0, ranks)]
+        largest, bubble = max(stages, key=lambda each: each.peak), dimensions.bubble(ranks, passes)
         sent, waited = max(each.sent for each in stages), max(each.waited_for for each in stages)
-        return replace(
-            max(stages, key=lambda each: each.peak),
-            sent=sent,
-            waited_for=waited,
-            bubble=dimensions.bubble(ranks, passes),
-        )
+        return replace(largest, sent=sent, waited_for=waited, bubble=bubble)
     return _predict(run, build, ranks)
 
 
@@ -166,12 +160,10 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     batches = [batch.batch for batch, _ in zip(loaded, range(passes), strict=False)]
     parameters = [p for p in worker.state.model.parameters() if p.requires_grad]
     averages = [p.detach().clone() for p in parameters] if train.ema is not None else []  # as the callback EMA
-    with _counted(comm) as one:
-        _step(engine, worker, batches[:1], live)  # makes the optimizer's state
+    one = _step(engine, worker, batches[:1], live, comm.traffic)  # makes the optimizer's state
     if isinstance(comm, ImaginedDdp):  # only ours keeps all gradients until the end of the first backward
         live.peak = live.now
-    with _counted(comm) as some:
-        _step(engine, worker, batches, live)
+    some = _step(engine, worker, batches, live, comm.traffic)
     # What a pass sends is the difference.
     more = (len(stream.step(0)) - 1) / max(1, passes - 1)
     sent, waited = (round(a + more * (b - a)) for a, b in zip(one, some, strict=True))
@@ -185,17 +177,11 @@ def _count_steps(run: RunConfig, worker: WorkerState, engine: Engine, live: Live
     return Memory(model - on_host, 0, live.peak - host, host, sent, waited)
 
 
-@contextmanager
-def _counted(comm: ImaginedComm) -> Iterator[list[int]]:
-    """Count the bytes that are sent within: the list has both numbers of `Traffic` then."""
-    found: list[int] = []
-    comm.traffic.sent = comm.traffic.waited_for = 0
-    yield found
-    found += [comm.traffic.sent, comm.traffic.waited_for]
-
-
-def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveBytes) -> None:
-    """Do what `Stepper` does, but without its numbers."""
+def _step(
+    engine: Engine, worker: WorkerState, batches: list[Any], live: LiveBytes, traffic: Traffic
+) -> tuple[int, int]:
+    """Do what `Stepper` does, but without its numbers; return the bytes that are sent, and that are waited for."""
+    traffic.sent = traffic.waited_for = 0
     engine.begin(len(batches))
 
     def forward(batch: Any) -> Callable[[], None]:
@@ -217,6 +203,7 @@ def _step(engine: Engine, worker: WorkerState, batches: list[Any], live: LiveByt
     engine.commit(applied=True)
     live.assumed = None
     engine.complete()
+    return traffic.sent, traffic.waited_for
 
 
 def _bytes(tensors: list[Tensor]) -> int:
@@ -230,9 +217,7 @@ def _explained() -> Iterator[None]:
     """Turn torch's errors for missing values into one that says what cannot be predicted."""
     try:
         yield
-    except (DynamicOutputShapeException, RuntimeError) as error:
-        if isinstance(error, HvdtrainError):
-            raise
+    except RuntimeError as error:
         raise ConfigError(
             "the memory of this model cannot be predicted: its steps depend on values that are computed",
             found=f"{type(error).__name__}: {error}".partition("\n")[0],

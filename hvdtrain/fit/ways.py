@@ -99,13 +99,11 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
     reasons = []
     for count in dict.fromkeys(line.ranks for line in lines if line.ranks > 1) if gib is not None else []:
         tried = [line for line in lines if line.ranks == count]
-        fitting = [line for line in tried if line.memory and fits_in(line.memory, gib)]
+        fitting = [(line, line.memory) for line in tried if line.memory and fits_in(line.memory, gib)]
         if not fitting:
             continue
-        best = min(fitting, key=_cost)
+        best, memory = min(fitting, key=lambda each: (each[1].bubble, each[1].waited_for, each[1].sent))
         lines = [replace(line, proposed=True) if line is best else line for line in lines]
-        memory = best.memory
-        assert memory is not None
         others = "nothing else fits;" if len(tried) > 1 else "nothing else was tried;"
         if len(fitting) > 1:
             others = f"of {len(fitting)} ways that fit, it has the least to wait for and to send:"
@@ -117,11 +115,6 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
             *([f"  its stages wait in {memory.bubble:.0%} of a step or more"] if memory.bubble else []),
         ]
     return lines, reasons
-
-
-def _cost(line: Line) -> tuple[float, int, int]:
-    assert line.memory is not None
-    return line.memory.bubble, line.memory.waited_for, line.memory.sent
 
 
 def _options(line: Line) -> str:

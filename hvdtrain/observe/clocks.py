@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ _SPAN_US = 1200e6
 _ROUNDING_US = 0.01
 """Rounding error of a double, for times since a boot some months ago."""
 
-_Bounds: TypeAlias = deque[tuple[float, float]]
+_Bounds = deque[tuple[float, float]]
 """Times on the other clock, and bounds of the offset at these times."""
 
 
@@ -95,7 +94,15 @@ def offset_at(time_us: float, lower: Floats, upper: Floats) -> Offset | None:
     sides = [np.column_stack([np.full(len(hull), s), s * hull[:, 0]]) for hull, s in ((below, -1.0), (above, 1.0))]
     normals = np.concatenate([*sides, [[0.0, 1.0], [0.0, -1.0]]])
     limits = np.concatenate([-below[:, 1], above[:, 1], [MAX_DRIFT * 1e6] * 2])
-    corners = _corners(normals, limits)
+    # The corners of the polygon ``normals @ x <= limits``:
+    i, j = np.triu_indices(len(limits), 1)
+    determinant = normals[i, 0] * normals[j, 1] - normals[i, 1] * normals[j, 0]
+    crossing = np.abs(determinant) > 1e-12
+    i, j, determinant = i[crossing], j[crossing], determinant[crossing]
+    a = (limits[i] * normals[j, 1] - limits[j] * normals[i, 1]) / determinant
+    b = (normals[i, 0] * limits[j] - normals[j, 0] * limits[i]) / determinant
+    corners = np.column_stack([a, b])
+    corners = corners[(corners @ normals.T <= limits + _ROUNDING_US).all(axis=1)]
     if not len(corners):
         return None
     low, high = float(corners[:, 0].min()), float(corners[:, 0].max())
@@ -113,19 +120,6 @@ def _hull(points: Floats, sign: float) -> Floats:
             kept.pop()
         kept.append((x, y))
     return np.array(kept) * [1.0, sign]
-
-
-def _corners(normals: Floats, limits: Floats) -> Floats:
-    """Return the corners [n, 2] of the polygon ``normals @ x <= limits``."""
-    i, j = np.triu_indices(len(limits), 1)
-    determinant = normals[i, 0] * normals[j, 1] - normals[i, 1] * normals[j, 0]
-    crossing = np.abs(determinant) > 1e-12
-    i, j, determinant = i[crossing], j[crossing], determinant[crossing]
-    a = (limits[i] * normals[j, 1] - limits[j] * normals[i, 1]) / determinant
-    b = (normals[i, 0] * limits[j] - normals[j, 0] * limits[i]) / determinant
-    found: Floats = np.column_stack([a, b])
-    inside: NDArray[np.bool_] = (found @ normals.T <= limits + _ROUNDING_US).all(axis=1)
-    return found[inside]
 
 
 AT_START, LATER = 24, 6

@@ -133,9 +133,8 @@ class Journal:
             self._retry_at_s = self.clock() + _RETRY_S
             if not self._error:
                 self._error = error.what
-                self.say(
-                    f"warning: {error.what}: make room. Training continues; up to {self.limit:,} lines wait in memory"
-                )
+                waiting = f"Training continues; up to {self.limit:,} lines wait in memory"
+                self.say(f"warning: {error.what}: make room. {waiting}")
         else:
             if self._error:
                 self._error, self._retry_at_s = "", -math.inf

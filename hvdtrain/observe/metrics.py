@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from hvdtrain.observe.scalars import PARTS, numbers
@@ -30,9 +31,8 @@ class Metric(NamedTuple):
     counts: bool = False
 
 
-def _of_rank(name: str, text: str, unit: str, field: str, factor: float, *, counts: bool = False) -> Metric:
-    return Metric(name, text, unit, "ranks", field, factor, _RANK, counts)
-
+_of_rank = partial(Metric, event="ranks", labels=_RANK)
+_ms_of_rank = partial(_of_rank, unit="seconds", factor=1e-3)
 
 METRICS = (
     Metric("step", "Step of the run.", field="step"),
@@ -47,18 +47,16 @@ METRICS = (
     Metric("tokens", "Weight of the batches used: tokens, or what the task counts.", field="tokens", counts=True),
     Metric("step_time", "Time of steps on rank 0.", "seconds", field="step_s", counts=True),
     Metric("part_time", "Time of a part of steps on rank 0.", "seconds", labels=("part",), counts=True),
-    _of_rank(
-        "exposed", "Wait for the exchange after the last rank was ready.", "seconds", "exposed_ms", 1e-3, counts=True
-    ),
-    _of_rank("wait", "Wait for ranks that were ready later.", "seconds", "wait_ms", 1e-3, counts=True),
-    _of_rank("late", "How much later than the first rank it was ready: a mean.", "seconds", "late_ms", 1e-3),
+    _ms_of_rank("exposed", "Wait for the exchange after the last rank was ready.", field="exposed_ms", counts=True),
+    _ms_of_rank("wait", "Wait for ranks that were ready later.", field="wait_ms", counts=True),
+    _ms_of_rank("late", "How much later than the first rank it was ready: a mean.", field="late_ms"),
     Metric("goodput", "Share of the device-hours so far that useful steps took.", "ratio", "look", "goodput"),
     Metric("slow", "1 for what slows the run at the newest look.", event="look", labels=("about",)),
     Metric("alarms", "Events that ask for attention.", event="", labels=("event",), counts=True),
     Metric("energy", "Energy of all devices.", "joules", "energy", "joules", labels=("kind",), counts=True),
-    _of_rank("gpu_clock", "Clock of the GPU.", "hertz", "gpu_clock_mhz", 1e6),
-    _of_rank("gpu_temperature", "Temperature of the GPU.", "celsius", "gpu_temperature_c", 1.0),
-    _of_rank("gpu_throttled", "Why the clock of the GPU is lowered: NVML's bits.", "", "gpu_throttle", 1.0),
+    _of_rank("gpu_clock", "Clock of the GPU.", "hertz", field="gpu_clock_mhz", factor=1e6),
+    _of_rank("gpu_temperature", "Temperature of the GPU.", "celsius", field="gpu_temperature_c"),
+    _of_rank("gpu_throttled", "Why the clock of the GPU is lowered: NVML's bits.", field="gpu_throttle"),
     Metric("gpu_usage", "Use of rank 0's GPU.", "ratio", "machine", "gpu_percent", 0.01),
     Metric("gpu_power", "Power of rank 0's GPU.", "watts", "machine", "gpu_power_w"),
     Metric("gpu_memory_used", "Memory in use of rank 0's GPU.", "bytes", "machine", "gpu_memory_used_bytes"),
@@ -120,9 +118,7 @@ class RunMetrics:
             if metric.labels == _RANK:
                 before = self._values[metric.name]
                 found = {**record, **record["facts"]}.get(metric.field) or [None] * len(ranks)
-                new = {
-                    rank: metric.factor * value for rank, value in zip(ranks, found, strict=True) if value is not None
-                }
+                new = {rank: metric.factor * each for rank, each in zip(ranks, found, strict=True) if each is not None}
                 if metric.counts:
                     new = {rank: before.get(rank, 0.0) + steps * new.get(rank, 0.0) for rank in ranks}
                 self._values[metric.name] = new

@@ -101,11 +101,13 @@ class Monitor:
             "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "gpu_memory_used_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
             "gpu_memory_total_bytes": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).total,
-            "gpu_throttle": lambda: _throttles(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+            "gpu_throttle": lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
         }
         for name, read in reads.items():
             with suppress(nvml.NVMLError):  # some devices lack some figures, such as a MIG part
                 found[name] = read()
+        if (bits := found.get("gpu_throttle")) is not None:
+            found["gpu_throttle"] = [reason for bit, reason in THROTTLES.items() if bits & bit]
         return found
 
     @cached_property
@@ -150,19 +152,13 @@ def open_nvml(gpu: GpuIdentity) -> tuple[Any, Any]:
 def gpu_remarks(gpu: GpuIdentity) -> list[str]:
     """Return faults of a GPU that NVML reports now: memory errors, and a clock lowered by heat or by its supply."""
     nvml, handle = open_nvml(gpu)
-    found = [
-        f"clock lowered: {reason}" for reason in Monitor(gpu).device().get("gpu_throttle", []) if reason in _FAULTS
-    ]
+    found = [f"clock lowered: {why}" for why in Monitor(gpu).device().get("gpu_throttle", []) if why in _FAULTS]
     if handle is not None:
         with suppress(nvml.NVMLError):  # without ECC
             kind, since_boot = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
             if errors := nvml.nvmlDeviceGetTotalEccErrors(handle, kind, since_boot):
                 found.append(f"{errors} uncorrected memory errors (ECC) since the driver was loaded")
     return [f"GPU {gpu.pci_bus_id}: {text}" for text in found]
-
-
-def _throttles(reasons: int) -> list[str]:
-    return [name for bit, name in THROTTLES.items() if reasons & bit]
 
 
 @dataclass

@@ -33,8 +33,7 @@ class Otlp:
         self._metrics, self._run = RunMetrics(), run
         endpoint = url if urlsplit(url).path.strip("/") else url.rstrip("/") + _PATH
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(endpoint), export_interval_millis=1e3 * every_s)
-        resource = Resource.create({"service.name": PREFIX})
-        self._provider = MeterProvider([reader], resource, shutdown_on_exit=False)
+        self._provider = MeterProvider([reader], Resource.create({"service.name": PREFIX}), shutdown_on_exit=False)
         meter = self._provider.get_meter(PREFIX)
         for metric in METRICS:
             make = meter.create_observable_counter if metric.counts else meter.create_observable_gauge

@@ -31,9 +31,10 @@ _STEP, _EVALUATION = b'{"step":', b'{"event":"evaluation"'
 """First bytes of the line of a step, and of an evaluation."""
 
 
-def journal_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the steps and events of a journal in order; `damaged_lines` are left out."""
+def journal_lines(path: str | Path, offset: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the steps and events of a journal in order, from an offset on; `damaged_lines` are left out."""
     with open_regular(Path(path)) as file:
+        file.seek(offset)
         for line in file:
             with suppress(ValueError):
                 if _is_known(record := orjson.loads(line)):
@@ -297,14 +298,8 @@ class PastSteps:
     def records_after(self, first: int, last: int) -> list[dict[str, Any]]:
         """Return steps after `first` up to `last`, in order, with their events; if `first` is 0, also those of 0."""
         found: dict[tuple[int, str], dict[str, Any]] = {}
-        with self._path.open("rb") as lines:
-            lines.seek(self._offsets[first])
-            for line in lines:
-                try:
-                    record = orjson.loads(line)
-                except ValueError:
-                    continue
-                step = record.get("at_step") if "event" in record else record["step"]
-                if step is not None and (first < step or first == 0) and step <= last:
-                    found[step, record.get("event", "")] = record  # an event follows its step
+        for record in journal_lines(self._path, self._offsets[first]):
+            step = record.get("at_step") if "event" in record else record["step"]
+            if step is not None and (first < step or first == 0) and step <= last:
+                found[step, record.get("event", "")] = record  # an event follows its step
         return [found[key] for key in sorted(found)]

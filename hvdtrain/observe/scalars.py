@@ -83,9 +83,8 @@ class Interval:
             "step_ms/step": self._seconds * per_step_ms,
             "communication/exposed_ms": self._parts["exposed_comm_s"] * per_step_ms,
             "communication/exposed_percent": 100 * self._parts["exposed_comm_s"] / seconds,
+            **{f"step_ms/{part}": self._parts[field] * per_step_ms for field, part in PARTS.items()},
         }
-        for field, part in PARTS.items():
-            found[f"step_ms/{part}"] = self._parts[field] * per_step_ms
         if flops_per_sample:
             flops_per_s = flops_per_sample * self._samples / seconds
             found["speed/tflops_per_s"] = flops_per_s / 1e12
@@ -134,6 +133,11 @@ OF_EVENTS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
         "outer/cosine": min(event["cosines"]),  # of all workers
         "outer/wait_ms": 1e3 * event["wait_s"],  # of rank 0
     },
+    "evaluation": lambda event: {
+        **{f"heldout/{name}": value for name, value in (event.get("metrics") or {}).items()},
+        "loss/heldout": event["loss"],
+    },
+    "explained": lambda event: {f"report/{name}": value for name, value in event["figures"].items()},
 }
 """Numbers of an event for charts, by its name."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.clocks import Clocks
-from hvdtrain.observe.host_load import CAUSES, throttle_text
+from hvdtrain.observe.host_load import ASIDE, CAUSES, throttle_text
 from hvdtrain.observe.journal import LineFile
 from hvdtrain.observe.past_journal import is_chosen, journal_lines
 from hvdtrain.observe.step_format import BlockLine, ClockLine, Offset, StartLine
@@ -37,7 +37,6 @@ COLUMNS = (*MOMENTS, *DURATIONS)
 _WRITTEN = MOMENTS[:4]
 _START, _READY, _RELEASED, _END, _SENT, _RECEIVED = range(len(MOMENTS))
 _AT = {name: len(MOMENTS) + number for number, name in enumerate(DURATIONS)}
-_ASIDE = {"evaluation", "checkpoint"}
 
 BLOCK = 16
 """Steps per block."""
@@ -84,11 +83,11 @@ def step_rows(events: Iterable[RawEvent], first: int, count: int) -> list[list[f
     for name, track, start_ns, end_ns, step in events:
         if track > DEVICE:
             continue
-        number = step + (name in _ASIDE) - first
+        number = step + (name in ASIDE) - first
         if not 0 <= number < count:
             continue
         row = host[number]
-        if name in _ASIDE:
+        if name in ASIDE:
             row[_AT["aside"]] += end_ns - start_ns
             continue
         if track == DEVICE:
@@ -139,11 +138,6 @@ def pack(
     values = [first, count, float(probe_clocks), *facts, *elements, *chain.from_iterable(rows)]
     assert len(values) == _LENGTH, len(values)
     return torch.frombuffer(array("d", values), dtype=torch.float64).unsqueeze(0)
-
-
-def requests_clock_probe(messages: Tensor) -> bool:
-    """Return whether rank 0 requests a comparison of clocks."""
-    return bool(messages[0, 2])
 
 
 def unpack(messages: NDArray[np.float64]) -> Block:

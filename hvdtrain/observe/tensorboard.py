@@ -75,20 +75,17 @@ class TensorBoard:
         elif event == "machine":
             self._machine = machine_scalars(record)
         elif event == "evaluation":
-            step, time_s = record.get("at_step", self._step), _time(record)
-            metrics = {f"heldout/{name}": value for name, value in (record.get("metrics") or {}).items()}
-            values = numbers({**metrics, "loss/heldout": record["loss"]})
-            self._opened()["."].add(page.scalars(values), step, time_s)
-            self._add_loss("heldout", values.get("loss/heldout"), step, time_s)
+            values = numbers(OF_EVENTS[event](record))
+            self._add(page.scalars(values), record)
+            self._add_loss("heldout", values.get("loss/heldout"), record.get("at_step", self._step), _time(record))
         elif event == "ranks":
             self._add(page.scalars(rank_scalars(record)), record)
-        elif event in OF_EVENTS:
-            self._add(page.scalars(numbers(OF_EVENTS[event](record))), record)
         elif event == "explained":  # the report of the run's end: figures as points of the last step
             self._point()
-            figures = {f"report/{name}": value for name, value in record["figures"].items()}
-            self._add(page.scalars(numbers(figures)), record)
+            self._add(page.scalars(numbers(OF_EVENTS[event](record))), record)
             self._add(page.text("report/findings", page.findings(record)), record)
+        elif event in OF_EVENTS:
+            self._add(page.scalars(numbers(OF_EVENTS[event](record))), record)
         elif event == "rolled_back":  # continue after the step that it went back to; later points are replaced
             self.close()
             self._resumed = {"step": record["to_step"]}
@@ -147,8 +144,7 @@ class TensorBoard:
                 files[run] = on_error.enter_context(closing(EventFile(self._directory / run, start + again)))
             on_error.pop_all()
         self._files = files
-        table = page.text("config", page.config_table(self._started))
-        self._files["."].add(table, step + again, _time(self._started))
+        self._files["."].add(page.text("config", page.config_table(self._started)), step + again, _time(self._started))
         early, self._early = self._early, []
         for record in early:
             self._add_text(record)

@@ -99,11 +99,8 @@ def _categories(unit: str, *, gpu: bool, several: bool, flops: bool, peak: bool)
         overview[STRAGGLER_TITLE] = "straggler/cost_ms"
         overview["exposed communication, mean over ranks (ms per step)"] = "straggler/exposed_ms"
     training = {"learning rate": "optimizer/learning_rate", "gradient norm": "optimizer/gradient_norm"}
-    machine = {}
-    if flops:
-        machine["TFLOP/s"] = "speed/tflops_per_s"
-    if peak:
-        machine["FLOPs utilisation (%)"] = "speed/flops_utilisation_percent"
+    machine = {"TFLOP/s": "speed/tflops_per_s"} if flops else {}
+    machine |= {"FLOPs utilisation (%)": "speed/flops_utilisation_percent"} if peak else {}
     for field, (tag, _, title) in MACHINE.items():
         if title and (gpu or not field.startswith(("gpu_", "cuda_"))):
             machine[title] = tag

@@ -45,14 +45,10 @@ class Tracker:
             if not 0 <= record["time"] - self._written_s < EVERY_S:
                 self._written_s = record["time"]
                 self._point()
-        elif event == "evaluation":
-            metrics = {f"heldout/{name}": value for name, value in record["metrics"].items()}
-            self._log({"loss/heldout": record["loss"], **metrics}, record["at_step"])
         elif event in OF_EVENTS:
+            if event == "explained":  # at the run's end
+                self._point()
             self._log(OF_EVENTS[event](record), record["at_step"])
-        elif event == "explained":
-            self._point()
-            self._log({f"report/{name}": value for name, value in record["figures"].items()}, record["at_step"])
         elif event == "failed":
             self._failed = True
 
@@ -95,12 +91,10 @@ class _Mlflow:
             self._mlflow.set_experiment(_PROJECT)
         tags = {"hvdtrain": _id_of("mlflow", folder)}
         known = self._mlflow.search_runs(filter_string=f"tags.hvdtrain = '{tags['hvdtrain']}'", output_format="list")
-        run_id = known[0].info.run_id if known else None
-        run = self._mlflow.start_run(run_id=run_id, run_name=folder.name, tags=tags)
+        run = self._mlflow.start_run(run_id=known[0].info.run_id if known else None, run_name=folder.name, tags=tags)
         self._client, self._run = client, run.info.run_id
         if not known:
-            parameters = {name: str(value)[:_LONGEST_PARAMETER] for name, value in flatten(config).items()}
-            self._mlflow.log_params(parameters)
+            self._mlflow.log_params({name: str(value)[:_LONGEST_PARAMETER] for name, value in flatten(config).items()})
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(dict(values), step=step, run_id=self._run)

@@ -169,8 +169,7 @@ class Watchdog:
         elif now >= self._next_beat:
             self._next_beat = now + self._heartbeat_s
             self._beats += 1
-            state = {"time": steady_s(), "idle_s": idle_s, "step": spans.step}
-            facts = process_states.memory() | state
+            facts = process_states.memory() | {"time": steady_s(), "idle_s": idle_s, "step": spans.step}
             self._beat = mailbox.post_heartbeat(self._beats, idle_s, facts, before=self._beat)
         self._warn(idle_s)
         # Early enough to know at the timeout which heartbeats of other ranks are old.

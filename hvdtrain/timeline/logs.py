@@ -1,12 +1,14 @@
 """Messages of Horovod's stall inspector and of NCCL in a job's output, each once with its count and source.
 
-The stall inspector is stall_inspector.cc; NCCL writes its lines by NCCL_DEBUG.
+The stall inspector is stall_inspector.cc. NCCL writes its lines by NCCL_DEBUG, between lines of other programs; the
+format is that of NCCL 2.4 to 2.29: ``host:pid:tid [device] NCCL INFO text``. Unknown lines are ignored.
 """
 
 from __future__ import annotations
 
 import glob
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,7 +16,6 @@ from pathlib import Path
 
 from hvdtrain.errors import listed
 from hvdtrain.files import open_regular
-from hvdtrain.timeline.nccl import NcclLines
 from hvdtrain.timeline.read import unreadable
 from hvdtrain.timeline.wording import counted
 
@@ -122,8 +123,7 @@ class _Stalls:
         """Return a sentence for each stalled rank, the most frequent first."""
         for rank, stall in sorted(self._of_rank.items(), key=lambda item: (-item[1].times, item[0])):
             often = "once" if stall.times == 1 else f"{stall.times} times"
-            names = listed(stall.tensors, _SHOWN)
-            yield f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {names}"
+            yield f"{STALLED}on rank {rank} for more than {stall.seconds} s, {often}: {listed(stall.tensors, _SHOWN)}"
         if self._warnings and not self._of_rank:
             yield f"{STALLED}for more than {self._seconds} s; the output does not say on which rank"
         if self._ends:
@@ -136,6 +136,57 @@ class _Stalls:
         for name in tensors:
             if len(stall.tensors) < _MOST:
                 stall.tensors[name] = None
+
+
+_MOST_NCCL = 1024
+"""Largest number of distinct entries of a kind, except links."""
+
+_LINE = re.compile(r"(?:(?:(\S{1,255}?):(\d+):\d+ )?\[(-?\d+)\] (?:\S+ )?)?NCCL (WARN|INFO|ERROR) (.*\S)")
+_VERSION = re.compile(r"NCCL version (\d+\.\d+\S*)")
+_KINDS = {
+    "network": re.compile(r"Using (?:internal )?network (\w+)", re.IGNORECASE),
+    "bootstrap": re.compile(r"Bootstrap : Using (.*)"),
+    "device": re.compile(r"NET/(\w+) : (Using .*|No device found.*)"),
+    "channels": re.compile(r"(\d+) coll channels"),
+    "setting": re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$"),
+    "link": re.compile(r"(?:Channel|Ring) \d+(?:/\d+)? : (\w+)\[\w+\] -> (\w+)\[\w+\].* via (.+)"),
+    "p2p_off": re.compile(r"(P2P is disabled between connected GPUs)"),
+}
+"""What is read of a line, by kind; the first that matches counts."""
+
+
+class NcclLines:
+    """What NCCL's lines say: by kind, and the texts of warnings, each with the GPUs that wrote it and how often."""
+
+    def __init__(self) -> None:
+        self.facts: defaultdict[str, dict[tuple[str, ...], Counter[str]]] = defaultdict(dict)
+        self.warnings: dict[str, Counter[str]] = {}
+
+    def add_line(self, line: str) -> bool:
+        """Read a line of output; return whether it is one of NCCL's."""
+        if "NCCL" not in line:
+            return False
+        version, found = _VERSION.search(line), _LINE.search(line)
+        if version:
+            self._add("version", version.groups(), "")
+        if found is None:
+            return version is not None
+        host, process, device, level, text = found.groups()
+        by = f"{host}:{process}:{device}"
+        if level != "INFO":
+            if text in self.warnings or len(self.warnings) < _MOST_NCCL:
+                self.warnings.setdefault(text, Counter())[by] += 1
+            return True
+        for kind, pattern in _KINDS.items():
+            if match := pattern.search(text):
+                self._add(kind, match.groups(default=""), by)
+                break
+        return True
+
+    def _add(self, kind: str, values: tuple[str, ...], by: str) -> None:
+        known = self.facts[kind]
+        if values in known or kind == "link" or len(known) < _MOST_NCCL:
+            known.setdefault(values, Counter())[by] += 1
 
 
 def _nccl_lines(nccl: NcclLines) -> Iterator[str]:

@@ -18,8 +18,8 @@ from hvdtrain.observe.past_journal import JournalStart, read_journal_starts
 from hvdtrain.run_layout import RunLayout, TimelineLayout
 from hvdtrain.spans import JOURNAL_KEYS
 from hvdtrain.timeline import wording
+from hvdtrain.timeline.analysis.analyse import ENOUGH
 from hvdtrain.timeline.analysis.phases import extent
-from hvdtrain.timeline.analysis.rounds import ENOUGH
 from hvdtrain.timeline.columns import HorovodTrace, JournalSteps, RankSpans, RunTrace, StampedStart, StepTable
 from hvdtrain.timeline.logs import collect_lines, find_logs
 from hvdtrain.timeline.read import read_files, read_readable
@@ -170,8 +170,9 @@ def _load_run(files: RunFiles, more_logs: Sequence[Path], most_bytes: float) -> 
 
 def read_stamped(folder: Path) -> Iterator[StampedStart]:
     """Yield all starts of a run that have stamps."""
-    past = read_journal_starts(RunLayout(folder).journal)
-    for start in read_starts(folder):
+    layout = RunLayout(run_folder(folder))
+    past = read_journal_starts(layout.journal)
+    for start in read_starts(layout.timeline.folder):
         if len(steps := start.steps.step):
             this = _journal_of(start, past)
             shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
@@ -181,10 +182,8 @@ def read_stamped(folder: Path) -> Iterator[StampedStart]:
 def _epoch_s(steps: StepTable, this: JournalStart) -> float:
     """Return the time since 1970 at time 0 of the stamps, by the end of a step that both know; NaN without one."""
     ends = dict(zip(this.steps, this.first_times, strict=False))
-    for column, step in enumerate(steps.step.tolist()):
-        if ends.get(step):
-            return ends[step] - float(steps.end_us[0, column]) / 1e6
-    return math.nan
+    known = ((ends[step], column) for column, step in enumerate(steps.step.tolist()) if ends.get(step))
+    return next((end - float(steps.end_us[0, column]) / 1e6 for end, column in known), math.nan)
 
 
 def _evidence(
@@ -305,8 +304,7 @@ def _on_first_clock(traces: Sequence[HorovodTrace]) -> list[HorovodTrace]:
 def _missing(
     timeline: Path, size: int, steps: StepTable | None, spans: Sequence[RankSpans], config: Mapping[str, Any]
 ) -> Iterator[str]:
-    observe = config.get("observe")
-    if isinstance(observe, Mapping) and observe.get("timeline") == "off":
+    if as_mapping(config.get("observe")).get("timeline") == "off":
         yield "the run recorded no traces: --observe.timeline off"
         return
     if steps is None:

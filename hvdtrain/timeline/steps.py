@@ -20,7 +20,7 @@ import orjson
 from hvdtrain.files import GrowingFile, open_regular
 from hvdtrain.observe.span_trace import BUCKET, CLOCK, SpanClock, host_of
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, Numbers, StartLine, as_array
-from hvdtrain.run_layout import RunLayout, TimelineLayout
+from hvdtrain.run_layout import TimelineLayout
 from hvdtrain.spans import PARTS
 from hvdtrain.timeline.columns import BucketFacts, Floats, RankSpans, StepTable
 
@@ -39,31 +39,26 @@ class Start:
     dropped: Sequence[str]  # sentences about lines that could not be used
 
 
-def read_starts(path: Path) -> list[Start]:
+def read_starts(folder: Path) -> list[Start]:
     """Read all starts of a run. Damaged lines, and starts of another version, are skipped and listed in `dropped`.
 
-    `path` is that of the file, of its folder, or of the run. Without a file the list is empty.
+    `folder` is that of the traces. Without a file of stamps the list is empty.
     """
-    return StampReader(path).read(whole=False)
+    return StampReader(folder).read(whole=False)
 
 
 class StampReader:
     """Reads the stamps of a run, and later only the lines that were added since. Arguments as of `read_starts`."""
 
-    def __init__(self, path: Path) -> None:
-        places = (path, TimelineLayout(path).steps, RunLayout(path).timeline.steps)
-        self._places = places
-        self._file = GrowingFile(path)
+    def __init__(self, folder: Path) -> None:
+        self._file = GrowingFile(TimelineLayout(folder).steps)
         self._heads: list[tuple[StartLine | None, int, list[BlockLine], list[str]]] = []
         self._lines = 0
 
     def read(self, *, whole: bool = True) -> list[Start]:
         """Return the starts up to now. `whole`: the last line must have ended."""
-        path = next((file for file in self._places if file.is_file()), None)
-        if path is None:
+        if not self._file.path.is_file():
             return []
-        if path != self._file.path:
-            self._file = GrowingFile(path)
         if self._file.begins_again():
             self._heads, self._lines = [], 0
         for raw in self._file.new_lines(whole=whole):
@@ -148,6 +143,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         elements=joined([b.elements if len(b.elements) else np.zeros((head.size, b.steps)) for b in blocks])[:, known],
         stages=head.consecutive_stages,
     )
+    ends_us = [float(np.nan_to_num(block.end_us[0][-1] or 0.0)) for block in blocks]
     zeros: Numbers = [0.0] * head.size
     clocks = [head.clock or ClockLine(zeros, zeros), *(block.clock for block in blocks)]
     return Start(
@@ -155,9 +151,7 @@ def _start(head: StartLine, number: int, blocks: Sequence[BlockLine], dropped: S
         at_step=head.at_step,
         link=head.link,
         steps=steps,
-        clock_us=as_array(
-            [head.origin_us, *(head.origin_us + float(np.nan_to_num(block.end_us[0][-1] or 0.0)) for block in blocks)]
-        ),
+        clock_us=as_array([0.0, *ends_us]) + head.origin_us,
         offset_us=as_array([clock.offset_us for clock in clocks]),
         error_us=as_array([clock.error_us for clock in clocks]),
         dropped=list(dropped),
@@ -177,12 +171,13 @@ def read_span_files(
     """Read the newest file of each rank in one start of a run, by the rank's own clock. Unreadable files are skipped.
 
     Args:
-        folder: ``RUN/timeline``, or the run.
+        folder: ``RUN/timeline``.
         most_bytes: limit of the total size; files of later ranks are skipped.
         start: number of the start (default: the last one).
         most_spans: of all files together; the last ones of each are kept.
     """
-    paths = _paths(folder)
+    named = [(name, path) for path in folder.glob(TimelineLayout.SPANS) if (name := _FILE.fullmatch(path.name))]
+    paths = [path for _, path in sorted((int(name[1]), path) for name, path in named)]
     starts = {path: _start_of(path) for path in paths}
     wanted = max(starts.values(), default=-1) if start is None else start
     chosen = [path for path in paths if starts[path] == wanted]
@@ -295,13 +290,3 @@ def _moved(spans: RankSpans, rank_0: RankSpans | None, start: Start | None) -> R
     begin_us, end_us = (us + np.interp(us, times, shifts) for us in (spans.start_us, spans.end_us))
     epoch_us = spans.epoch_us - float(begin_us[0] - spans.start_us[0] if len(begin_us) else 0.0)
     return replace(spans, start_us=begin_us, end_us=end_us, clock_error_us=error_us, epoch_us=epoch_us)
-
-
-def _paths(folder: Path) -> list[Path]:
-    """Return the span files of a folder or of a run, in the order of their ranks."""
-    for where in (folder, RunLayout(folder).timeline.folder):
-        paths = where.glob(TimelineLayout.SPANS)
-        found = sorted((int(named[1]), path) for path in paths if (named := _FILE.fullmatch(path.name)))
-        if found:
-            return [path for _, path in found]
-    return []

@@ -13,7 +13,7 @@ from tests.support.step_tables import read_spans
 
 def test_every_step_of_every_rank_is_there_start_after_start(gallery: Gallery) -> None:
     run, size = gallery["resumed"].run, 2
-    first, second = read_starts(run)
+    first, second = read_starts(run / "timeline")
     assert first.steps.step.tolist() == list(range(1, 26))
     assert second.steps.step.tolist() == list(range(26, STEPS + 1))
     assert (first.number, second.number, second.at_step) == (0, 1, 25)
@@ -38,7 +38,7 @@ def test_every_step_of_every_rank_is_there_start_after_start(gallery: Gallery) -
         assert (inside <= table.end_us - table.start_us + 1).all()
     aside = dict(zip(second.steps.step.tolist(), second.steps.parts_us["aside"][0].tolist(), strict=True))
     assert aside[41] > 0 and aside[42] == 0
-    assert [spans.rank for spans in read_spans(run)] == list(range(size))
+    assert [spans.rank for spans in read_spans(run / "timeline")] == list(range(size))
 
 
 APART_US = 50_000.0
@@ -49,9 +49,9 @@ def test_horovods_own_times_lie_inside_of_ours(gallery: Gallery) -> None:
     """On rank 0's clock, put there by the pair of times in its span file."""
     run = gallery["two"].run
     (file,) = (run / "timeline").glob("horovod-*")
-    horovod, wall_us = read_horovod(file), wall_clock_us(read_span_files(run))
+    horovod, wall_us = read_horovod(file), wall_clock_us(read_span_files(run / "timeline"))
     assert horovod.epoch_us is not None and wall_us is not None
-    spans = read_spans(run)[0]
+    spans = read_spans(run / "timeline")[0]
     assert len(spans.buckets) == 2
     for track, bucket in spans.buckets.items():
         mine = (spans.track == track) & (spans.step >= 10) & (spans.step <= 30)

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdtrain.compare.comparison import NOISE, SEEDS, Comparison, Row, compare
-from hvdtrain.compare.curves import Curve, difference_by_noise, difference_by_seeds
-from hvdtrain.compare.read import read_run
+from hvdtrain.compare.comparison import NOISE, SEEDS, Comparison, Row, compare, difference_by_noise, difference_by_seeds
+from hvdtrain.compare.read import Curve, read_run
 from hvdtrain.compare.view import is_significant
 from hvdtrain.errors import ConfigError, TraceError
 from tests.support.gallery import Gallery

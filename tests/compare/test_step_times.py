@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from hvdtrain.compare.step_times import Comparison, compare, to_plain, to_text
+from hvdtrain.compare.step_times import Comparison, compare, to_text
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis
 from tests.support.step_tables import Floats, noise, run_of, table_of
@@ -51,7 +51,7 @@ def test_a_late_rank_of_one_of_two_runs_is_reported() -> None:
 def test_unlike_sizes_are_said_and_json_holds_all() -> None:
     found = _compared(forward=1.0, ranks=2)
     assert any("a has 4 ranks, b has 2" in note for note in found.notes)
-    plain = orjson.loads(orjson.dumps(to_plain(found)))
+    plain = orjson.loads(orjson.dumps(found))
     assert [row["name"] for row in plain["rows"]] == [row.name for row in found.rows]
     assert plain["options"] == {"parallel.compression": ["none", "fp16"]}
 
@@ -70,4 +70,4 @@ def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> No
 
 def test_options_of_what_has_no_config_are_not_known() -> None:
     compared = compare(_analysed(), _analysed(), {}, {"seed": 1})
-    assert "options: unknown" in to_text(compared) and to_plain(compared)["options"] is None
+    assert "options: unknown" in to_text(compared) and compared.options is None

@@ -26,14 +26,14 @@ def test_the_true_offset_is_within_the_stated_error(hosts: TwoHosts, tmp_path: P
     hosts.throttle("1gbit")
     argv = [sys.executable, "-c", PROGRAM, *TOY, "--train.steps=100", "--run_dir=run"]
     hosts.mpirun(argv, cwd=tmp_path, environment={"PYTHONPATH": str(ROOT)})
-    (start,) = read_starts(tmp_path / "run")
+    (start,) = read_starts(tmp_path / "run/timeline")
     first = json.loads((tmp_path / "run/timeline/steps.jsonl").read_text().splitlines()[0])
     assert first["clock_ids"] == ["a", "b"] and len(start.clock_us) == 8
     assert (abs(start.offset_us) <= start.error_us).all()
     assert not start.offset_us[:, 0].any() and not start.error_us[:, 0].any()
     assert (start.error_us[:, 1] > 0).all() and start.error_us[:, 1].min() < 5000  # a busy core delays an exchange
     assert start.steps.clock_error_us[1] == start.error_us[1:, 1].max()
-    ours, theirs = read_spans(tmp_path / "run")
+    ours, theirs = read_spans(tmp_path / "run/timeline")
     assert ours.clock_error_us == 0 < theirs.clock_error_us
 
 

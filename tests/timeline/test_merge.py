@@ -55,7 +55,7 @@ def test_all_of_a_run_is_in_it(recorded: Path, tmp_path: Path) -> None:
     events = load(out)
     check(events)
     assert merged.events == len(events) and merged.nbytes == out.stat().st_size
-    assert list(merged.ranks) == [0, 1] and len(merged.timelines) == 1
+    assert [spans.rank for spans in merged.spans] == [0, 1] and len(merged.timelines) == 1
     (file,) = (recorded / "timeline").glob("horovod-*.json")
     trace = read_horovod(file)
     spans = [e for e in events if e["ph"] == "X"]
@@ -138,7 +138,7 @@ def test_what_cannot_be_merged_is_an_error(recorded: Path, tmp_path: Path) -> No
 def test_damaged_spans_cost_what_they_lack(recorded: Path, tmp_path: Path) -> None:
     shutil.copytree(recorded / "timeline", tmp_path / "timeline")
     (tmp_path / "timeline/spans-rank-1.json").write_text("[{")
-    assert list(merge([tmp_path], tmp_path / "all.json").ranks) == [0]
+    assert [spans.rank for spans in merge([tmp_path], tmp_path / "all.json").spans] == [0]
     check(load(tmp_path / "all.json"))
 
 

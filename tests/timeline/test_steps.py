@@ -64,11 +64,7 @@ def test_a_table_a_start_in_rank_0s_clock(tmp_path: Path) -> None:
     assert read_starts(tmp_path)[0].link == [(1024, 1e-4)]
 
 
-def test_the_file_its_folder_and_the_run_are_the_same(tmp_path: Path) -> None:
-    (tmp_path / "timeline").mkdir()
-    write(tmp_path / "timeline", start(0), block(1))
-    for path in (tmp_path, tmp_path / "timeline", tmp_path / "timeline" / "steps.jsonl"):
-        assert len(read_steps(path)) == 1
+def test_without_a_file_there_are_no_starts(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "nothing") == []
 
 

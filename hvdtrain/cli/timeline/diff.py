@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 
 from hvdtrain.cli.parser import Parser, local
 
@@ -17,7 +18,7 @@ examples:
 def main(command: str, argv: list[str]) -> int:
     """Compare two runs and print the result; return the exit code."""
     options = parser(command).parse_args(argv)
-    from hvdtrain.compare.step_times import compare, to_plain, to_text
+    from hvdtrain.compare.step_times import compare, to_text
     from hvdtrain.timeline.analysis.analyse import analyse
     from hvdtrain.timeline.report.form import dumped
     from hvdtrain.timeline.run import load
@@ -25,7 +26,7 @@ def main(command: str, argv: list[str]) -> int:
     a, b = load(options.run_a), load(options.run_b)
     found = compare(analyse(a), analyse(b), a.config, b.config)
     if options.json:
-        sys.stdout.write(dumped(to_plain(found)).decode())
+        sys.stdout.write(dumped({"version": 1, **asdict(found)}).decode())
     else:
         print(to_text(found))
     return 0

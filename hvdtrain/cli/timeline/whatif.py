@@ -19,7 +19,7 @@ def main(command: str, argv: list[str]) -> int:
     options = parser(command).parse_args(argv)
     from hvdtrain.timeline.whatif.evidence import Change
     from hvdtrain.timeline.whatif.predict import predict
-    from hvdtrain.timeline.whatif.prediction_text import as_data, lines
+    from hvdtrain.timeline.whatif.prediction_text import as_data, lines, rare_data, rare_lines
     from hvdtrain.timeline.whatif.probing import CodingProbe
     from hvdtrain.timeline.whatif.read_run import read_evidence
 
@@ -31,18 +31,16 @@ def main(command: str, argv: list[str]) -> int:
         raise ConfigError(f"--{given[0]} has no effect without --sync", next_step="add for example --sync diloco:32")
     if change.sync is not None:
         from hvdtrain.timeline.whatif.outer_exchange import predict_rarely
-        from hvdtrain.timeline.whatif.prediction_text import rare_data, rare_lines
 
         rare = predict_rarely(evidence, change, probed)
-        shown = json.dumps(rare_data(evidence, change, rare), indent=1)
-        print(shown if options.json else "\n".join(rare_lines(evidence, change, rare)))
-        return 0
-    prediction = predict(evidence, change, probed)
-    if options.probe:
-        probed.measure(evidence, (evidence.job, prediction.job))
+        data, text = rare_data(evidence, change, rare), rare_lines(evidence, change, rare)
+    else:
         prediction = predict(evidence, change, probed)
-    shown = json.dumps(as_data(evidence, change, prediction), indent=1)
-    print(shown if options.json else "\n".join(lines(evidence, change, prediction)))
+        if options.probe:
+            probed.measure(evidence, (evidence.job, prediction.job))
+            prediction = predict(evidence, change, probed)
+        data, text = as_data(evidence, change, prediction), lines(evidence, change, prediction)
+    print(json.dumps(data, indent=1) if options.json else "\n".join(text))
     return 0
 
 

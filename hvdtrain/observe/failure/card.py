@@ -164,10 +164,7 @@ def _others(failure: Failure) -> list[tuple[str, str]]:
     there = [s for s in failure.statements if s.process.rank not in verdict.ranks or not is_partial]
     if not is_partial and (verdict.kind == blame.EXCEPTION or len(verdict.ranks) == 1):
         return []
-    rows = []
-    for who, statement in grouped(there):
-        error = f"; then {statement.fault.type}" if statement.fault else ""
-        rows.append((who, place(statement) + error))
+    rows = [(who, place(s) + (f"; then {s.fault.type}" if s.fault else "")) for who, s in grouped(there)]
     for s in (s for s in failure.silent if s.process.rank not in verdict.ranks):
         text = f"made no statement; its process is {s.state}; {_last_seen(s)}"
         if s.state == UNREACHABLE:

@@ -17,6 +17,7 @@ sees the folder that rank 0 created. A rank without a shared file system reports
 from __future__ import annotations
 
 import faulthandler
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -93,11 +94,11 @@ class Mailbox:
         """
         name = Beat(number, idle_s).file(self.process.rank)
         self._put(name, facts)
-        if self.folder is None or not (self.folder / name).exists():  # the disk is full: the one before stays
+        if not self._file(name).exists():  # the disk is full: the one before stays
             return before
         if before:
             with suppress(OSError):
-                (self.folder / before).unlink()
+                self._file(before).unlink()
         return name
 
     def beats(self) -> dict[int, Beat]:
@@ -122,7 +123,7 @@ class Mailbox:
 
         False where this rank sees no folder.
         """
-        return self.folder is not None and ((self.folder / f"left/{rank:05d}").exists() or not self.folder.exists())
+        return self.folder is not None and (self._file(f"left/{rank:05d}").exists() or not self.folder.exists())
 
     def states(self) -> dict[int, str]:
         """Return the state of each visible process of another rank, except of finished ranks."""
@@ -132,20 +133,16 @@ class Mailbox:
 
     def crash_text(self, rank: int) -> str:
         """Return the trace that Python wrote when the rank crashed."""
-        if self.folder is not None:
-            with suppress(OSError):
-                return (self.folder / f"fatal/{rank:05d}").read_text(errors="replace").strip()
+        with suppress(OSError):
+            return self._file(f"fatal/{rank:05d}").read_text(errors="replace").strip()
         return ""
 
     def claim_card(self, number: int) -> bool:
         """Return whether this rank is the one to write the card, at attempt `number` (from 0)."""
-        if self.folder is not None:
-            try:
-                (self.folder / f"card.{number}").touch(exist_ok=False)
-            except FileExistsError:
-                return False
-            except OSError:
-                return True  # the disk is full or lost: two cards are better than none
+        try:
+            self._file(f"card.{number}").touch(exist_ok=False)
+        except OSError as error:  # if the disk is full or lost, two cards are better than none
+            return not isinstance(error, FileExistsError)
         return True
 
     def renew_claim(self, number: int) -> None:
@@ -154,9 +151,8 @@ class Mailbox:
 
     def claim_time_ns(self, number: int) -> int:
         """Return when the claim of a card was last renewed. Only changes of the number matter."""
-        if self.folder is not None:
-            with suppress(OSError):
-                return (self.folder / f"card.{number}").stat().st_mtime_ns
+        with suppress(OSError):
+            return self._file(f"card.{number}").stat().st_mtime_ns
         return 0
 
     def poll_interval_s(self, least_s: float) -> float:
@@ -165,7 +161,7 @@ class Mailbox:
 
     def is_reported(self) -> bool:
         """Return whether the card is written and shown."""
-        return self.folder is not None and (self.folder / "reported").exists()
+        return self._file("reported").exists()
 
     def mark_reported(self) -> None:
         """Record that the card is written and shown."""
@@ -176,32 +172,31 @@ class Mailbox:
         if self.folder is not None:
             _remove(self.folder.parent)
 
+    def _file(self, name: str) -> Path:
+        """Return the path of a file. Where this rank sees no folder, it is one that nobody can make or open."""
+        return (self.folder or Path(os.devnull)) / name
+
     def _put(self, name: str, value: Statement | dict[str, Any]) -> None:
         """Write a file atomically. A failed write is ignored: the card says which ranks are missing."""
-        if self.folder is None:
-            return
-        path = self.folder / name
-        temporary = self.folder / f".{path.name}.{path.parent.name}"
+        path = self._file(name)
+        temporary = self._file(f".{path.name}.{path.parent.name}")
         with suppress(OSError):
             temporary.write_bytes(msgspec.json.encode(value))
             temporary.replace(path)
 
     def _get(self, name: str, kind: type[_Value]) -> _Value | None:
-        if self.folder is not None:
-            with suppress(OSError, ValueError):
-                return msgspec.json.decode((self.folder / name).read_bytes(), type=kind)
+        with suppress(OSError, ValueError):
+            return msgspec.json.decode(self._file(name).read_bytes(), type=kind)
         return None
 
     def _names(self, part: str) -> list[str]:
-        if self.folder is not None:
-            with suppress(OSError):
-                return sorted(path.name for path in (self.folder / part).iterdir())
+        with suppress(OSError):
+            return sorted(path.name for path in self._file(part).iterdir())
         return []
 
     def _touch(self, name: str) -> None:
-        if self.folder is not None:
-            with suppress(OSError):
-                (self.folder / name).touch()
+        with suppress(OSError):
+            self._file(name).touch()
 
 
 def open_mailbox(directory: Path, comm: Comm, process: RankProcess) -> Mailbox:

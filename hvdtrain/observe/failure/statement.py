@@ -117,20 +117,16 @@ def this_process(rank: int, host: str) -> RankProcess:
 
 def place(statement: Statement) -> str:
     """Return where a rank is: ``in wait at step 12 for 3.1 s, waiting for gradients/0``."""
+    at = f"at step {statement.step}" if statement.step else "before the first step"
     if statement.open_spans:
         name, seconds = statement.open_spans[-1]
-        text = f"in {name} {at(statement.step)} for {seconds:.1f} s"
+        text = f"in {name} {at} for {seconds:.1f} s"
     else:
-        text = at(statement.step) + (f", last in {statement.last_span}" if statement.last_span else "")
+        text = at + (f", last in {statement.last_span}" if statement.last_span else "")
         text += f" for {statement.idle_s:.1f} s" if statement.is_waiting or statement.kind == STALLED else ""
     if statement.in_flight and statement.fault is None:
         text += f", {'waiting for' if statement.is_waiting else 'with'} {listed(statement.in_flight)}"
     return text
-
-
-def at(step: int) -> str:
-    """Return ``at step 3``, or ``before the first step`` for 0."""
-    return f"at step {step}" if step else "before the first step"
 
 
 def grouped(statements: Iterable[Statement]) -> list[tuple[str, Statement]]:

@@ -110,12 +110,8 @@ def _stall(statements: Sequence[Statement], silent: Sequence[SilentRank]) -> Ver
     unreachable = [s for s in silent if s.state == UNREACHABLE]
     silent = [s for s in silent if s.state != UNREACHABLE]
     if silent:
-        alive = all(s.state == RUNNING for s in silent)
-        hint = (
-            "the process runs: native code there holds Python's interpreter lock"
-            if alive
-            else "the host or its storage is lost, or native code there holds Python's interpreter lock"
-        )
+        alive, lock = all(s.state == RUNNING for s in silent), "native code there holds Python's interpreter lock"
+        hint = f"the process runs: {lock}" if alive else f"the host or its storage is lost, or {lock}"
         whom = f"{labels(s.process for s in silent)} {agree(silent, 'does', 'do')}"
         return Verdict(STALL, [s.process.rank for s in silent], f"{none}: {whom} not respond", hint)
     working = [s for s in statements if not s.is_waiting]

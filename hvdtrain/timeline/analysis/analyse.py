@@ -1,4 +1,4 @@
-"""Analyse the traces of a run. Pure: reads no file, prints nothing."""
+"""Analyse the traces of a run: each start or round has ranks of its own, and counts by its steps. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.observe.cost import as_mapping, cost_of
+from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.observe.scalars import numbers
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis import budget, communication
-from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Estimate, Memory, OuterSteps, RankRow, Spell
+from hvdtrain.timeline.analysis.analysis import Analysis, Blame, Budget, Estimate, Memory, OuterSteps, RankRow, Spell
 from hvdtrain.timeline.analysis.findings import find
 from hvdtrain.timeline.analysis.goodput import Goodput, efficiency, goodput_of, scaling
 from hvdtrain.timeline.analysis.history import changes, over_time, start_up
@@ -22,11 +23,13 @@ from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.analysis.lateness import median_of_others
 from hvdtrain.timeline.analysis.phases import count_steps, only_steps
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, stalls_of, warm_up
-from hvdtrain.timeline.analysis.rounds import counted_steps, rounds_of, weighed_budget
 from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
-from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers
+from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers, weighed_mean
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
+
+ENOUGH = 10
+"""Recorded steps of a start that is analysed."""
 
 
 def analyse(run: RunTrace) -> Analysis:
@@ -35,14 +38,14 @@ def analyse(run: RunTrace) -> Analysis:
     if run.steps is None and run.horovod:
         run = _regular(run)
     shares = budget.exposed_shares(run.steps, run.horovod) if run.steps is not None else None
-    starts = [_facts(each, ticks, shares) for each in rounds_of(run)]
+    starts = [_facts(each, ticks, shares) for each in _rounds_of(run)]
     facts = next(each for each in starts if each.run is run)
-    counts = counted_steps([each.run for each in starts])
+    counts = _counted_steps([each.run for each in starts])
     others = [(each, count / sum(counts)) for each, count in zip(starts, counts, strict=True) if each is not facts]
     goodput = _goodput(run, starts)
     late = [other.blame for other, _ in others if other.blame.late]
     reason = "; ".join(filter(None, [facts.blame.reason, *map(wording.earlier_straggler, late[-1:])]))
-    facts = replace(facts, budget=weighed_budget(starts, counts), blame=replace(facts.blame, reason=reason))
+    facts = replace(facts, budget=_weighed_budget(starts, counts), blame=replace(facts.blame, reason=reason))
     findings, memory = find(facts, others), run.newest("memory")
     several = sum(bool(finding.cost_ms) for finding in findings) > 1
     overlap = ["the gains of findings overlap: they do not add up"] if several else []
@@ -69,6 +72,51 @@ def analyse(run: RunTrace) -> Analysis:
         notes=[*run.notes, *_notes(facts), *overlap],
         others=late,
     )
+
+
+def _rounds_of(run: RunTrace) -> list[RunTrace]:
+    """Return the starts with enough stamps in order, each as a run; `run` itself for its own."""
+    found = []
+    for index, table in run.stamped:
+        start = run.starts[index] if 0 <= index < len(run.starts) else JournalStart({})
+        config = as_mapping(start.started.get("config")) or run.config
+        more: dict[str, Any] = {"size": len(table.hosts), "horovod": (), "spans": (), "journal": None}
+        if table is run.steps:
+            found.append(run)
+        elif len(table.step) >= ENOUGH:
+            found.append(replace(run, steps=table, start=start, config=config, evidence=lambda: None, **more))
+    return found if any(each is run for each in found) else [run]
+
+
+def _counted_steps(runs: Sequence[RunTrace]) -> list[int]:
+    """Return how many steps of each of several starts count: no later start repeated them. At least one does."""
+    found, end = list[int](), math.inf
+    for table in [run.steps for run in reversed(runs)]:
+        first, last = (int(table.step[0]), int(table.step[-1])) if table is not None and len(table.step) else (0, 0)
+        found.append(int(max(0, min(last, end) - first + 1)))
+        end = first - 1
+    return found[::-1]
+
+
+def _weighed_budget(starts: Sequence[Facts], counts: Sequence[int]) -> Budget | None:
+    """Return the mean budget of starts by the number of steps that count."""
+    known = [(each, each.budget, count) for each, count in zip(starts, counts, strict=True) if each.budget and count]
+    if len(known) < 2:
+        own, table = (known[0][1], known[0][0].run.steps) if known else (None, None)
+        if own is not None and table is not None and known[0][0].run.is_part:
+            own = replace(own, what=f"{own.what}, only steps {table.step[0]} to {table.step[-1]}")
+        return own
+    total, sizes = sum(count for *_, count in known), sorted({each.run.size for each in starts})
+    shares = [count / total for *_, count in known]
+    found = [{part.name: part.ms for part in each.parts} for _, each, _ in known]
+    names = dict.fromkeys(name for _, each, _ in known for name in (*(part.name for part in each.parts), *each.absent))
+    ms = {name: weighed_mean([each.get(name, Estimate(0.0, 0.0, 0.0)) for each in found], shares) for name in names}
+    ranks = f"{sizes[0]} to {sizes[-1]} ranks" if len(sizes) > 1 else wording.counted(sizes[0], "rank")
+    ends = [int(step) for each in starts if each.run.steps is not None for step in each.run.steps.step[[0, -1]]]
+    what = f"mean of {ranks}, steps {min(ends)} to {max(ends)} of {len(known)} starts"
+    exposed = [name for _, each, _ in known for name in each.exposed or ()]
+    whole = weighed_mean([each.step_ms for _, each, _ in known], shares)
+    return budget.budget_of(what, whole, sum(each.steps for _, each, _ in known), ms, exposed)
 
 
 def _facts(run: RunTrace, ticks: Sequence[HorovodTrace], shares: Mapping[str, Estimate] | None) -> Facts:

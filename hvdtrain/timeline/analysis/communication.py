@@ -120,8 +120,7 @@ def handed_over(operation: str, nbytes: float, size: int) -> float | None:
 
 def _hidden(busy: phases.Span, table: StepTable) -> float | None:
     """Return the share of `busy` within recorded steps during which rank 0 did not wait."""
-    steps = phases.union(table.start_us[0], table.end_us[0])
-    inside = phases.common(busy, steps)
+    inside = phases.common(busy, phases.union(table.start_us[0], table.end_us[0]))
     if not phases.length(inside):
         return None
     waiting = phases.union(table.ready_us[0], table.released_us[0])

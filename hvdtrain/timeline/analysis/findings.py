@@ -157,15 +157,13 @@ def _aside(facts: Facts) -> Iterator[Finding]:
         evaluations = min(share, 1e3 * sum(known) / journal.count / facts.step_ms)
         shares = {"evaluations": evaluations, "checkpoints": share - evaluations}
     saved_every = facts.option("checkpoint", "every")
-    every = {
+    how = {
         "evaluations": ("--train.eval_every", facts.option("train", "eval_every") or saved_every),
         "checkpoints": ("--checkpoint.every", saved_every),
     }
     costly = {name: share for name, share in shares.items() if share >= _ASIDE_SHARE / 2}
     text = " and ".join(f"{name} take {share:.0%} of the time" for name, share in costly.items())
-    fewer = [
-        f"{every[n][0]} {math.ceil(every[n][1] * s / _FINE)}" for n, s in costly.items() if n in every and every[n][1]
-    ]
+    fewer = [f"{how[n][0]} {math.ceil(how[n][1] * s / _FINE)}" for n, s in costly.items() if n in how and how[n][1]]
     gain_ms = facts.step_ms * sum(share - _FINE for share in costly.values())
     less = f"{' '.join(fewer)}, {wording.ms(gain_ms)} ms less per step"
     advice = f"run them less often: {less}" if fewer else "run them less often"
@@ -176,8 +174,7 @@ def _aside(facts: Facts) -> Iterator[Finding]:
 
 def _cores(facts: Facts) -> Iterator[Finding]:
     if (waited := facts.core_wait_ms()) is not None:
-        text = f"ranks waited for a CPU core for {facts.per_step(waited)}"
-        yield Finding("cpu", text, waited, facts.for_cores())
+        yield Finding("cpu", f"ranks waited for a CPU core for {facts.per_step(waited)}", waited, facts.for_cores())
 
 
 def _wrong_ranks(facts: Facts) -> Iterator[Finding]:

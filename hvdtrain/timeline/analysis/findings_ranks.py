@@ -14,10 +14,9 @@ from hvdtrain.errors import ETC, listed
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spell
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
-from hvdtrain.timeline.analysis.pauses import Pause
 from hvdtrain.timeline.analysis.shares import last_shares, workers_of
 from hvdtrain.timeline.analysis.straggler_causes import dominant
-from hvdtrain.timeline.analysis.stragglers import Division
+from hvdtrain.timeline.analysis.stragglers import Division, Pause
 
 _MANY_PAUSES = 3
 _LOOK = "check what its host did then; pauses do not count as straggler cost"
@@ -83,8 +82,7 @@ def _late(facts: Facts) -> Iterator[Finding]:
 def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) -> Finding:
     """Return the finding of ranks that are slow together."""
     rows = [row for row in facts.blame.ranks if row.rank in ranks]
-    spells = [facts.blame.spells_of(rank) for rank in ranks]
-    when = wording.spells(min(spells, key=len))
+    when = wording.spells(min((facts.blame.spells_of(rank) for rank in ranks), key=len))
     cost, behind = sum(row.cost_ms.value for row in rows), float(np.median([row.behind_ms for row in rows]))
     named = Counter(causes[0].name for rank in ranks if (causes := facts.blame.causes.get(rank, ())))
     why = f"; mostly by {named.most_common(1)[0][0]}" if named else ""
@@ -167,10 +165,9 @@ def _stopped(facts: Facts) -> Iterator[Finding]:
     ranks = [rank for rank in np.flatnonzero(per_step >= least).tolist() if rank not in named]
     if ranks:
         most, who = float(per_step[ranks].max()), wording.ranks(ranks, table.hosts)
-        text = (
-            f"{'processes' if len(ranks) > 1 else 'the process'} of {who} {'were' if len(ranks) > 1 else 'was'} stopped"
-        )
-        yield Finding("stopped", f"{text} for {wording.ms(most)} ms per step", most, _CURES["stopped"])
+        whose, were = ("processes", "were") if len(ranks) > 1 else ("the process", "was")
+        text = f"{whose} of {who} {were} stopped for {wording.ms(most)} ms per step"
+        yield Finding("stopped", text, most, _CURES["stopped"])
 
 
 def _padding(facts: Facts) -> Iterator[Finding]:

@@ -37,12 +37,10 @@ def goodput_of(starts: Sequence[JournalStart], late: Mapping[int, float] | None 
     if not known:
         return None
     hours: defaultdict[str, float] = defaultdict(float)
-    ids = set(map(id, known))
-    indices = [index for index, start in enumerate(starts) if id(start) in ids]
-    kept = _kept(known)
+    index, kept = {id(start): number for number, start in enumerate(starts)}, _kept(known)
     for number, (start, gap) in enumerate(zip(known, hours_before(known), strict=True)):
         used = _seconds(start, kept[number], is_first=number == 0)
-        waited = used[USEFUL] * (late or {}).get(indices[number], 0.0)
+        waited = used[USEFUL] * (late or {}).get(index[id(start)], 0.0)
         used = {**used, USEFUL: used[USEFUL] - waited, LATE: waited}
         for use, seconds in used.items():
             hours[use] += devices_of(start) * seconds / S_PER_HOUR
@@ -138,9 +136,8 @@ def efficiency(run: RunTrace, budget: Budget | None) -> Efficiency | None:
     used = known["per_sample"] * samples / (known["peak_per_s"] * step_s) if known["peak_per_s"] * step_s > 0 else 0.0
     shares = {part.name: part.share for part in budget.parts}
     computing = sum(shares.get(name, 0.0) for name in _COMPUTE)
-    again = 0.0
-    if as_mapping(run.config.get("memory")).get("checkpointing") == "full":
-        again = computing * (1 - 1 / _FULL)
+    is_full = as_mapping(run.config.get("memory")).get("checkpointing") == "full"
+    again = computing * (1 - 1 / _FULL) if is_full else 0.0
     lost = {
         "kernels below the peak": computing - again - used,
         "recomputation": again,

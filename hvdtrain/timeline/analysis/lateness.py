@@ -194,10 +194,8 @@ def _by_scatter(values: Floats, alike: float) -> Floats:
     """Return the lateness of ranks that exceed their own scatter or that of the other ranks; 0 for others [ranks]."""
     means = values.mean(axis=1)
     found = np.zeros(len(means))
-    for rank in np.argsort(-means).tolist():
-        if means[rank] <= 0 or not (
-            _exceeds_own_scatter(values[rank], alike, len(means)) or _exceeds_others(means, rank)
-        ):
+    for rank in (rank for rank in np.argsort(-means).tolist() if means[rank] > 0):
+        if not (_exceeds_own_scatter(values[rank], alike, len(means)) or _exceeds_others(means, rank)):
             break
         found[rank] = means[rank]
     return found

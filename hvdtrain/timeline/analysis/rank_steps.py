@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.observe.past_journal import JournalStart
+from hvdtrain.spans import NESTED
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
-
-WAITS = ("gather", "activations")
-"""Parts in which a rank waits for others: they are no work of its own."""
 
 _SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
 """Times that alone may show that a rank is late: parts of a step, and figures of a block."""
@@ -23,6 +21,8 @@ _WARM_UP = 2
 _FEW = 10
 _SLOW, _HALF, _MOST_OF_RUN = 1.5, 0.5, 0.25
 """Of a usual step, of the steps of a start-up, and of all steps."""
+_LEAST_MS, _LEAST_SHARE = 0.2, 0.01
+"""A smaller cost, in ms or as a share of a step, makes no straggler."""
 _STALL = 10.0
 """Times a usual step: a step that takes longer, after the start-up, has stalled."""
 _ASIDE_SHARE = 0.01
@@ -52,6 +52,11 @@ class Rounds:
     alone_ms: Floats  # times that alone may show that a rank is late [parts, ranks, rounds]
     fewer_ms: Floats = field(default_factory=lambda: np.zeros((1, 1)))
     """How much earlier than `work_ms` a rank is ready because it has fewer micro-batches [ranks, 1]."""
+
+    @property
+    def least_ms(self) -> float:
+        """The smallest cost of a rank, per step, that counts."""
+        return max(_LEAST_MS, _LEAST_SHARE * self.step_ms)
 
     def take(self, places: Ints) -> Rounds:
         """Return only some of the rounds."""
@@ -143,7 +148,7 @@ def from_stamps(table: StepTable) -> Rounds | None:
     released = np.where(together, np.median(table.released_us, axis=0), table.end_us)
     start = np.median(table.start_us, axis=0) if together.all() else table.start_us
     begin = np.where(follows(table.step), np.roll(released, 1, axis=1), start)
-    waits = waits + sum(table.parts_us[part] for part in WAITS if part in table.parts_us)
+    waits = waits + sum(table.parts_us[part] for part in NESTED if part in table.parts_us)
     work = (np.where(together, table.ready_us, table.end_us) - begin - waits) / 1e3
     warm = warm_up(table)
     first = ~follows(table.step) | np.roll(together, 1) | (np.arange(steps) == warm)

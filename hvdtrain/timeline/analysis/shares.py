@@ -102,9 +102,6 @@ def stragglers_of(
     return find_stragglers(rounds.take(kept.astype(np.int32)), last.pass_ms)
 
 
-_WORTH_MS, _WORTH_SHARE = 0.2, 0.01
-
-
 def without_sizes(rounds: Rounds, table: StepTable, passes: Sequence[int] = ()) -> tuple[Rounds, BatchSizes | None]:
     """Return rounds with the times that ranks would have with batches of equal size, and the effect of sizes.
 
@@ -128,7 +125,7 @@ def without_sizes(rounds: Rounds, table: StepTable, passes: Sequence[int] = ()) 
     mean = elements.mean(axis=0)
     equal = work - slope * (elements - mean)
     cost = mean_of(work.max(axis=0) - equal.max(axis=0), rounds.weight)
-    if slope <= 0 or cost.low < max(_WORTH_MS, _WORTH_SHARE * rounds.step_ms):
+    if slope <= 0 or cost.low < rounds.least_ms:
         return rounds, None
     more = float(np.median(elements.max(axis=0) / np.maximum(mean, 1e-9))) - 1
     return replace(rounds, work_ms=equal), BatchSizes(cost, 1e3 * slope, more)

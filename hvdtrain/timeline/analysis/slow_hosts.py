@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hvdtrain.observe.cost import S_PER_HOUR
-from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
 from hvdtrain.timeline.analysis.stragglers import Stragglers
@@ -63,9 +62,8 @@ def slow_hosts(starts: Iterable[StampedStart], group_of: Mapping[str, str]) -> d
         found = stragglers_of(table, start.shares, start.config)
         if found is not None and len(found.rounds.step) >= _LEAST_STEPS:
             _add(found, start, of_rank)
-    for kind in kinds:
-        kinds[kind] = {name: place for name, place in kinds[kind].items() if place.starts}
-    return {kind: sorted(each.values(), key=lambda p: (-p.device_hours, p.name)) for kind, each in kinds.items()}
+    compared = {kind: [place for place in each.values() if place.starts] for kind, each in kinds.items()}
+    return {kind: sorted(each, key=lambda p: (-p.device_hours, p.name)) for kind, each in compared.items()}
 
 
 def _add(found: Stragglers, start: StampedStart, of_rank: Sequence[Sequence[Place]]) -> None:
@@ -78,18 +76,14 @@ def _add(found: Stragglers, start: StampedStart, of_rank: Sequence[Sequence[Plac
     for place, own in ranks.values():
         place.starts += 1
         late = [rank for rank in own if rank in found.late]
-        _add_cost(place, [found.cost_ms[rank] for rank in late], hours)
+        costs = [found.cost_ms[rank] for rank in late]
+        value, low, high = (hours * sum(max(0.0, getattr(c, name)) for c in costs) for name in ("value", "low", "high"))
+        below = math.hypot(place.device_hours - place.device_hours_low, value - low)  # starts are independent
+        above = math.hypot(place.device_hours_high - place.device_hours, high - value)
+        place.device_hours += value
+        place.device_hours_low, place.device_hours_high = place.device_hours - below, place.device_hours + above
         place.causes.update(cause.name for rank in late for cause in causes_of(rank, start.steps, found)[:1])
         _note_spells(place, {rank: (found.spells(rank) or [found])[-1] for rank in late}, found, start)
-
-
-def _add_cost(place: Place, costs: Sequence[Estimate], hours: float) -> None:
-    """Add costs of ranks in ms per step, each worth `hours`; starts are independent of each other."""
-    value, low, high = (sum(max(0.0, getattr(each, name)) for each in costs) for name in ("value", "low", "high"))
-    below = math.hypot(place.device_hours - place.device_hours_low, hours * (value - low))
-    above = math.hypot(place.device_hours_high - place.device_hours, hours * (high - value))
-    place.device_hours += hours * value
-    place.device_hours_low, place.device_hours_high = place.device_hours - below, place.device_hours + above
 
 
 def _note_spells(place: Place, newest: Mapping[int, Stragglers], found: Stragglers, start: StampedStart) -> None:

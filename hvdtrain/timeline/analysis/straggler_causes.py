@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.spans import NESTED
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Cause
 from hvdtrain.timeline.analysis.lateness import tamed
-from hvdtrain.timeline.analysis.rank_steps import WAITS, Rounds, exchanges, follows, waits_us
+from hvdtrain.timeline.analysis.rank_steps import Rounds, exchanges, follows, waits_us
 from hvdtrain.timeline.analysis.stragglers import Stragglers
 from hvdtrain.timeline.columns import Floats, Ints, StepTable
 
@@ -47,7 +48,7 @@ def lateness_parts(table: StepTable, rounds: Rounds, *, steady: bool) -> dict[st
     of_all, within = waits_us(table)
     measured = {part: np.nan_to_num(us) for part, us in table.parts_us.items() if part not in ("wait", "aside", "gc")}
     rest = table.end_us - table.start_us - of_all - within - sum(measured.values())
-    parts = {part: us for part, us in measured.items() if part not in WAITS and part != "clip"}
+    parts = {part: us for part, us in measured.items() if part not in NESTED and part != "clip"}
     parts["optimizer"] = parts["optimizer"] + measured.get("clip", 0.0)
     chained, before = follows(table.step), np.arange(len(table.step)) - 1
     sums = table.released_us[:, before] - table.released_us[:, before].min(axis=0)

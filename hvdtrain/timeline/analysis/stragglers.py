@@ -1,10 +1,10 @@
-"""Stragglers: the ranks for which the others wait, and their cost. Pure."""
+"""Stragglers: the ranks for which the others wait, and their cost; and pauses of ranks. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ import numpy as np
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
 from hvdtrain.timeline.analysis.lateness import cost_estimates, latest, like_the_others, median_of_others, tamed
-from hvdtrain.timeline.analysis.pauses import Pause, without_pauses
 from hvdtrain.timeline.analysis.rank_steps import Rounds
 from hvdtrain.timeline.analysis.stats import change_points, mean_of
 from hvdtrain.timeline.columns import Floats
@@ -25,10 +24,13 @@ _BEYOND = 1.5
 _AS_MUCH, _ALIKE = 0.5, 1 / 3
 _AHEAD = 1.25
 """A rank counts as early if it is so by more than this times what the latest one is late."""
-_LEAST_SHARE = 0.01
-_LEAST_MS = 0.2
-"""A smaller cost, in ms or as a share of a step, makes no straggler."""
 _NONE = Estimate(0.0, 0.0, 0.0)
+
+_PAUSE_STEPS = 3.0
+_PAUSE_SHARE = 0.05
+_FEW = 6
+_OF_ALL = 0.2
+"""Share of the steps. More frequent pauses are normal behaviour of the job."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,15 @@ class Division(NamedTuple):
     passes: Sequence[int]
     cost_ms: float
     work_ms: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A rank that was much later than the others, by `ms` in total, in consecutive steps from `step` on, or in one."""
+
+    rank: int
+    step: int
+    ms: float
 
 
 @dataclass(frozen=True)
@@ -104,15 +115,41 @@ def find_stragglers(rounds: Rounds, grain_ms: Sequence[float] = ()) -> Straggler
     A cost smaller than `grain_ms`, if it is given, does not count: what at least moves between ranks, a micro-batch, if
     these follow the speed of ranks.
     """
-    rounds, pauses = without_pauses(rounds)
+    rounds, pauses = _without_pauses(rounds)
     excess = rounds.work_ms - median_of_others(rounds.work_ms)
-    changes = change_points(excess, max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms))
+    changes = change_points(excess, rounds.least_ms)
     edges = [0, *changes, len(rounds.step)]
     parts = [rounds.take(np.arange(a, b, dtype=np.int32)) for a, b in pairwise(edges)] if changes else []
     segments = [_judged(part, pauses, grain_ms) for part in parts]
     if any(segment.late for segment in segments):
         return joined(segments)
     return _judged(rounds, pauses, grain_ms)
+
+
+def _without_pauses(rounds: Rounds) -> tuple[Rounds, list[Pause]]:
+    """Separate pauses from the other rounds.
+
+    Their steps are too few for the test with shuffled rank numbers, and do not need it.
+    """
+    excess = rounds.work_ms - median_of_others(rounds.work_ms)
+    excess = (excess - np.median(excess, axis=1, keepdims=True)) * rounds.length
+    long = excess > _PAUSE_STEPS * rounds.step_ms * np.sqrt(rounds.length)  # noise grows like that
+    count = long.shape[1]
+    few = max(min(_FEW, count // 4), _PAUSE_SHARE * count)
+    long &= long.sum(axis=1, keepdims=True) <= few
+    aside = long.any(axis=0)
+    if not aside.any() or aside.sum() > max(few, _OF_ALL * count):
+        return rounds, []
+    pauses: list[Pause] = []
+    last = (-1, -1)
+    for rank, place in np.argwhere(long).tolist():  # by rank, then by step: a pause may continue in the next step
+        step, ms = int(rounds.step[place]), float(excess[rank, place])
+        if pauses and last == (rank, step - 1):
+            pauses[-1] = replace(pauses[-1], ms=pauses[-1].ms + ms)
+        else:
+            pauses.append(Pause(rank, step, ms))
+        last = (rank, step)
+    return rounds.take(np.flatnonzero(~aside).astype(np.int32)), sorted(pauses, key=lambda pause: -pause.ms)
 
 
 def joined(segments: Sequence[Stragglers]) -> Stragglers:
@@ -148,9 +185,8 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     work = rounds.work_ms
     ranks, count = work.shape
     found, fast, alike = _unlike_others(work) if count >= _LEAST_ROUNDS else ([], [], 1.0)
-    least = max(_LEAST_MS, _LEAST_SHARE * rounds.step_ms)
     grain = grain_ms or [0.0] * ranks
-    matters = [max(least, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
+    matters = [max(rounds.least_ms, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
         estimates, whole, steady = _costs(rounds, found, alike)
         estimates = _within_waits(estimates, found, sum(estimates[rank].value for rank in found), rounds)
@@ -167,10 +203,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
     jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
-    last = (
-        np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), weights=rounds.weight, minlength=ranks)
-        / rounds.weight.sum()
-    )
+    last = np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), rounds.weight, ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     ahead = _NONE
     if fast:

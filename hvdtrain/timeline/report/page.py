@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -34,19 +33,16 @@ _FILTERS = (
 
 
 def to_html(analysis: Analysis) -> str:
-    """Return the page of an analysis."""
-    return render("report.html", _view(analysis))
-
-
-def render(template: str, view: Mapping[str, Any]) -> str:
-    """Return a page from a template and its variables.
+    """Return the page of an analysis.
 
     It loads nothing, and its Content-Security-Policy forbids loading. All texts are escaped.
     """
     style, script = _read("report.css"), _read("report.js")
-    own = {"style": style, "script": script, "policy": _policy(style, script)}
-    page = {"version": VERSION, "program": hvdtrain.__version__}
-    return wording.readable(_environment().get_template(template).render({**page, **view, **own}))
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    policy = "default-src 'none'; style-src 'sha256-{}'; script-src 'sha256-{}'; base-uri 'none'; form-action 'none'"
+    own = {"version": VERSION, "program": hvdtrain.__version__, "style": style, "script": script}
+    view = {**_view(analysis), **own, "policy": policy.format(*hashes)}
+    return wording.readable(_environment().get_template("report.html").render(view))
 
 
 def headline(analysis: Analysis) -> list[str]:
@@ -91,13 +87,6 @@ def _view(analysis: Analysis) -> dict[str, Any]:
         "figures": figures(analysis),
         "seen_ms": page_view.SEEN_MS,
     }
-
-
-def _policy(*texts: str) -> str:
-    """Return the Content-Security-Policy: only this style and this script."""
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts]
-    style, script = (f"'sha256-{found}'" for found in hashes)
-    return f"default-src 'none'; style-src {style}; script-src {script}; base-uri 'none'; form-action 'none'"
 
 
 @cache

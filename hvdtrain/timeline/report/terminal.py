@@ -132,8 +132,7 @@ def _findings(analysis: Analysis, most: int) -> Iterator[str]:
 
 def _wrapped(text: str, begin: str) -> list[str]:
     """Wrap to two lines at most, with a hanging indent."""
-    gap = " " * len(begin)
-    return textwrap.wrap(_plain(text), _WIDTH, initial_indent=begin, subsequent_indent=gap, max_lines=2)
+    return textwrap.wrap(_plain(text), _WIDTH, initial_indent=begin, subsequent_indent=" " * len(begin), max_lines=2)
 
 
 def shorten(text: str, width: int) -> str:

@@ -14,7 +14,7 @@ from hvdtrain.plan.gradients import finished
 from hvdtrain.timeline.whatif.engine_passes import PassTimes, arrange_passes, update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
-from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Step
+from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Step
 
 Costs = Callable[[Compression, PlannedBucket, int], CodingCost | None]
 """The measured cost of coding a bucket, by compression, bucket and world size; None if it was not measured."""
@@ -72,14 +72,8 @@ def assemble_step(
     ]
     exchanges.append(_exchange([("allreduce", 0.0)], CodingCost([], [], [], 0.0, 0.0), seconds_of))  # loss and weight
     arrivals, tail_s = _arrivals(evidence, buckets, coding, slowdown)
-    last = Step(
-        0.0,
-        arrivals,
-        tail_s,
-        exchanges,
-        [*_late(buckets, coding), 0.0],
-        after_s + sum(cost.commit_s for cost in coding),
-    )
+    after_s += sum(cost.commit_s for cost in coding)
+    last = Step(0.0, arrivals, tail_s, exchanges, [*_late(buckets, coding), 0.0], after_s)
     step = arrange_passes(last, evidence, job, buckets, times, gather)
     sent = exchanged(plan, buckets, job.ranks, job.passes, compression)
     return AssembledStep(step, buckets, sum(each.times * each.nbytes for each in sent), all_measured)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from hvdtrain.plan.collectives import AT_ONCE, PlannedBucket, bucket_limit
 from hvdtrain.timeline.whatif.evidence import Evidence, Job
 from hvdtrain.timeline.whatif.links import Link, collective_s
-from hvdtrain.timeline.whatif.step import Arrival, Exchange, Part, Step
+from hvdtrain.timeline.whatif.replay import Exchange, Part, Step
 
 Gather = Callable[[PlannedBucket], Exchange]
 """The gather of the parameters of a bucket."""
@@ -113,7 +114,10 @@ def _fsdp(step: Step, evidence: Evidence, units: Sequence[PlannedBucket], times:
     blocks = {number: starts[block] for number, b in enumerate(units) if (block := b.gradients[0].block)}
     others = [number for number in range(len(units)) if number not in blocks]
     order = [*others, *sorted(blocks, key=lambda number: blocks[number])]
-    arrivals, backward = _with_needs(step.arrivals, blocks)
+    of_arrivals = [arrival.bucket for arrival in step.arrivals]
+    backward = [number for number in dict.fromkeys(of_arrivals) if number in blocks]
+    needing = {of_arrivals.index(number) for number in backward}  # the first gradient of each block needs its gather
+    arrivals = [replace(arrival, needs=int(at in needing)) for at, arrival in enumerate(step.arrivals)]
     parts = _forward_parts([blocks.get(number, 0.0) for number in order], times.forward_s)
     whole = replace(
         step,
@@ -131,18 +135,6 @@ def _fsdp(step: Step, evidence: Evidence, units: Sequence[PlannedBucket], times:
     return replace(passes[-1], earlier=passes[:-1])
 
 
-def _with_needs(arrivals: Sequence[Arrival], blocks: Mapping[int, float]) -> tuple[list[Arrival], list[int]]:
-    """Let the first gradient of each block need a gather; return the blocks in that order, too."""
-    found: list[Arrival] = []
-    order: list[int] = []
-    for arrival in arrivals:
-        is_first = arrival.bucket in blocks and arrival.bucket not in order
-        if is_first:
-            order.append(arrival.bucket)
-        found.append(replace(arrival, needs=int(is_first)))
-    return found, order
-
-
 def _starts(evidence: Evidence, forward_s: float) -> dict[str, float]:
     """Return when the forward pass reaches each unit: it is assumed to mirror backward."""
     end_s = evidence.tail_s + max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
@@ -154,10 +146,5 @@ def _starts(evidence: Evidence, forward_s: float) -> dict[str, float]:
 
 def _forward_parts(needed_s: Sequence[float], forward_s: float) -> list[Part]:
     """Return the parts of a forward pass that needs gathers, which end in their order, at these times."""
-    times: list[float] = []
-    latest = forward_s
-    for needed in reversed(needed_s):
-        latest = min(latest, needed)
-        times.insert(0, latest)
-    ends = [*times, forward_s]
-    return [Part(0, ends[0]), *(Part(1, end - begin) for begin, end in zip(times, ends[1:], strict=True))]
+    ends = list(accumulate(reversed(needed_s), min, initial=forward_s))[::-1]
+    return [Part(0, ends[0]), *(Part(1, end - begin) for begin, end in pairwise(ends))]

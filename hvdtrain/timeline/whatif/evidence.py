@@ -229,8 +229,6 @@ def _check_ranges(change: Change) -> None:
     above_zero = ("size", "ranks_per_host", "bandwidth_gbit", "bucket_mib", "global_batch")
     for name in (*above_zero, "latency_us", "data_ms", "slow_rank_percent"):
         value = getattr(change, name)
-        if value is None:
-            continue
-        if not math.isfinite(value) or value < 0 or (name in above_zero and value == 0):
+        if value is not None and (not math.isfinite(value) or value < 0 or (name in above_zero and value == 0)):
             expected = "a number > 0" if name in above_zero else "a number >= 0"
             raise ConfigError(f"--{name} is out of range", expected=expected, found=str(value))

@@ -34,7 +34,8 @@ class Jitter:
             return cls(np.zeros(1))
         kept = np.atleast_2d(compute_s)
         if kept.shape[0] == 1:
-            kept = kept - _running_median(kept[0])
+            padded = np.pad(kept[0], _WINDOW // 2, mode="reflect" if kept.size > _WINDOW else "edge")
+            kept = kept - np.median(np.lib.stride_tricks.sliding_window_view(padded, _WINDOW), axis=1)
         else:
             ranks = kept.shape[0]
             # The mean over n ranks holds 1/n of a rank's own deviation; the factor restores it.
@@ -69,8 +70,3 @@ class Jitter:
         if not len(above):
             return 0.0
         return threshold + float(above.mean()) * (math.log(ranks * _TAIL) + _EULER)
-
-
-def _running_median(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    padded = np.pad(values, _WINDOW // 2, mode="reflect" if len(values) > _WINDOW else "edge")
-    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, _WINDOW), axis=1))

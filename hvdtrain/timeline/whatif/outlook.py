@@ -13,6 +13,7 @@ from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.observe.cost import S_PER_HOUR, Cost, as_mapping, cost_of, money, number
 from hvdtrain.observe.output import duration
 from hvdtrain.observe.past_journal import read_journal_starts
+from hvdtrain.observe.scalars import numbers
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Estimate
@@ -167,8 +168,7 @@ def _cost(end: Ending, ranks: int, cost: Cost | None) -> str:
 
 
 def _memory(events: Sequence[Mapping[str, Any]], change: Change) -> str:
-    mib = as_mapping(events[-1].get("mib")) if events else {}
-    known = [value for value in mib.values() if isinstance(value, (int, float))]
+    known = numbers(as_mapping(events[-1].get("mib"))).values() if events else ()
     if not known or (change.engine, change.shard, change.compression, change.global_batch) != (None,) * 4:
         return "unknown here; hvdtrain fit predicts it"
     same = "" if change.size is None else " with another number of ranks; hvdtrain fit predicts it"

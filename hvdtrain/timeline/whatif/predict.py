@@ -208,10 +208,8 @@ class _Model:
             measured = len(evidence.jitter.deviations)
             yield f"extrapolated: the delay of the slowest of {size} ranks, from {measured} measured rank-steps"
         if size > 4 * evidence.job.ranks.size:
-            yield (
-                f"extrapolated: from {evidence.job.ranks.size} to {size} ranks; the model has no switches and no"
-                " traffic of other jobs"
-            )
+            ranks = f"from {evidence.job.ranks.size} to {size} ranks"
+            yield f"extrapolated: {ranks}; the model has no switches and no traffic of other jobs"
         idle = self.job.places - self.job.micro_batches
         if idle > 0:
             yield (

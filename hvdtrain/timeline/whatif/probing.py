@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -47,21 +48,18 @@ class CodingProbe:
             buckets = [b for b in evidence.buckets_of(job) if not b.rows and self(compression, b, size) is None]
             if not buckets or (size == 1 and compression.exact):
                 continue
-            processes = min(job.ranks.per_host, evidence.cores)
-            costs = _measure(compression, size, buckets, evidence.threads, processes)
+            costs = _measure(compression, size, buckets, evidence.threads, min(job.ranks.per_host, evidence.cores))
             self._costs |= {_key(compression, b, size): cost for b, cost in zip(buckets, costs, strict=True)}
         content = {"version": VERSION, "buckets": {key: asdict(cost) for key, cost in self._costs.items()}}
         write_text(self._file, json.dumps(content) + "\n")
 
 
 def _read(file: Path) -> dict[str, CodingCost]:
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         found = orjson.loads(read_regular(file))
-        if found["version"] != VERSION:
-            return {}
-        return {key: CodingCost(**cost) for key, cost in found["buckets"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
+        if found["version"] == VERSION:
+            return {key: CodingCost(**cost) for key, cost in found["buckets"].items()}
+    return {}
 
 
 def _key(compression: Compression, bucket: PlannedBucket, ranks: int) -> str:
@@ -73,33 +71,19 @@ def _measure(
     compression: Compression, ranks: int, buckets: Sequence[PlannedBucket], threads: int, processes: int
 ) -> list[CodingCost]:
     """Return the mean over processes that measure at the same time."""
-    question = {
-        "compression": str(compression),
-        "ranks": ranks,
-        "threads": threads,
-        "buckets": [
-            {
-                "parts": [
-                    [name, list(shape), start]
-                    for name, shape, start in zip(bucket.names, bucket.shape.shapes, bucket.starts, strict=True)
-                ],
-                "length": bucket.shape.length,
-                "dtype": bucket.shape.dtype,
-            }
-            for bucket in buckets
-        ],
-    }
+    parts = [[*zip(bucket.names, bucket.shape.shapes, bucket.starts, strict=True)] for bucket in buckets]
+    shapes = [
+        {"parts": own, "length": bucket.shape.length, "dtype": bucket.shape.dtype}
+        for own, bucket in zip(parts, buckets, strict=True)
+    ]
+    question = {"compression": str(compression), "ranks": ranks, "threads": threads, "buckets": shapes}
     with tempfile.TemporaryDirectory() as folder:
         asked = Path(folder) / "question.json"
         asked.write_text(json.dumps(question))
         answers = [Path(folder) / f"answer-{number}.json" for number in range(processes)]
+        command = [sys.executable, "-m", "hvdtrain.compression.coding_probe", str(asked)]
         started = [
-            subprocess.Popen(
-                [sys.executable, "-m", "hvdtrain.compression.coding_probe", str(asked), str(answer)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            subprocess.Popen([*command, str(answer)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for answer in answers
         ]
         outputs = [process.communicate(timeout=_TIMEOUT_S)[0] for process in started]

@@ -19,7 +19,7 @@ from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.compression.table import parse
 from hvdtrain.errors import ConfigError, DataError
 from hvdtrain.files import read_regular
-from hvdtrain.observe.past_journal import journal_lines, read_events, read_journal_starts
+from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import ENGINES, Plan, Ranks
 from hvdtrain.run_layout import RunLayout
@@ -65,12 +65,18 @@ def read_evidence(
         engine, shard = _read_engine(path, config)
         profile = _read_profile(path)
         steps = _read_steps(path, accept, lines)
-        start = start or next(reversed(read_starts(path)), None)
+        start = start or next(reversed(read_starts(RunLayout(path).timeline.folder)), None)
         parallel, train = config["parallel"], config["train"]
         ranks, dimensions = Ranks(profile["size"], profile["local_size"]), Dimensions.of(parallel)
-        compression, mib = _compression(path, config, profile), parallel.get("bucket_mib")
-        plan = Plan(engine, compression, shard, dimensions=dimensions, bucket_mib=mib)
-        job = Job(ranks, plan, train["global_batch"], train["micro_batch"], _of_rank_0(path, ranks.size))
+        starts, compression = read_journal_starts(RunLayout(path).journal), parallel["compression"]
+        if compression == "auto":
+            chosen = [event for each in starts for event in each.events_named("compression_chosen")]
+            compression = chosen[-1]["compression"] if chosen else profile["compression"]
+        mib = parallel.get("bucket_mib")
+        plan = Plan(engine, str(parse(compression)), shard, dimensions=dimensions, bucket_mib=mib)
+        last = last_shares([event for each in starts[-1:] for event in each.events_named("shares")], ranks.size)
+        of_rank_0 = 1.0 if last is None else last.shares[0] * ranks.size / sum(last.shares)
+        job = Job(ranks, plan, train["global_batch"], train["micro_batch"], of_rank_0)
         dimensions.check(ranks.size)
         if plan.shard != "none" and plan.compression != "none":
             raise DataError(
@@ -101,8 +107,7 @@ def read_evidence(
         )
         cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
         cpu_s = None if cpu_us is None else cpu_us * 1e-6
-        fitted = fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire)
-        return replace(evidence, fitted=fitted)
+        return replace(evidence, fitted=fit_link(evidence, start.link if start else (), cpu_s, wait_and_wire))
 
 
 def read_gradients(path: Path) -> tuple[list[Gradient], Ranks]:
@@ -168,13 +173,6 @@ def _notes(profile: Mapping[str, Any]) -> Iterator[str]:
         yield "coding is counted as work of the computing stream, but on a GPU it has its own stream"
 
 
-def _of_rank_0(path: Path, ranks: int) -> float:
-    """Return rank 0's micro-batches by speed over those of an equal share; 1 if shares are equal."""
-    starts = read_journal_starts(RunLayout(path).journal)[-1:]
-    last = last_shares([event for start in starts for event in start.events_named("shares")], ranks)
-    return 1.0 if last is None else last.shares[0] * ranks / sum(last.shares)
-
-
 def _times_of_ranks(
     start: Start | None, steps: Sequence[Mapping[str, float]]
 ) -> tuple[NDArray[np.float64], float, float]:
@@ -210,7 +208,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 def _read_profile(path: Path) -> dict[str, Any]:
     file = RunLayout(path).timeline.gradients
     try:
-        found = orjson.loads(read_regular(file))
+        found: dict[str, Any] = orjson.loads(read_regular(file))
     except (OSError, ValueError) as error:
         raise DataError(
             f"{path} lacks a readable {file.relative_to(path)}, the times at which backward finishes each gradient",
@@ -219,12 +217,10 @@ def _read_profile(path: Path) -> dict[str, Any]:
             next_step=f"run 15 steps again: python -m hvdtrain --config {shlex.quote(str(RunLayout(path).config))}"
             " --run_dir NEW --train.stop_at 15",
         ) from None
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise DataError(
-            f"{file} has format version {found.get('version') if isinstance(found, dict) else None}, and this hvdtrain"
-            f" reads {VERSION}",
-            next_step="use the version of hvdtrain that wrote it",
-        )
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != VERSION:
+        what = f"{file} has format version {version}, and this hvdtrain reads {VERSION}"
+        raise DataError(what, next_step="use the version of hvdtrain that wrote it")
     return found
 
 
@@ -254,14 +250,6 @@ def _read_steps(
             next_step="train longer",
         )
     return found
-
-
-def _compression(path: Path, config: Mapping[str, Any], profile: Mapping[str, Any]) -> str:
-    asked = config["parallel"]["compression"]
-    if asked != "auto":
-        return str(parse(asked))
-    chosen = read_events(RunLayout(path).journal, "compression_chosen")
-    return str(parse(chosen[-1]["compression"] if chosen else profile["compression"]))
 
 
 def _read_states(profile: Mapping[str, Any]) -> list[tuple[float, float] | None]:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.timeline.whatif.replay import replay
-from hvdtrain.timeline.whatif.step import Arrival, Collective, Exchange, Part, Step
+from hvdtrain.timeline.whatif.replay import Arrival, Collective, Exchange, Part, Step, replay
 
 
 def _plain(wire_s: float, cpu_s: float = 0.0) -> Exchange:
