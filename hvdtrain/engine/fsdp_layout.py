@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -209,16 +208,12 @@ def divide_part(
     """
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.plan.offload else OffloadPolicy()
     is_whole = part is parts.model
-    formats = replace(_formats(parts.weights, returns_fp32=returns_fp32 or is_whole), cast_forward_inputs=casts_inputs)
+    formats = MixedPrecisionPolicy(cast_forward_inputs=casts_inputs)
+    if parts.weights is not None:  # forward and backward get parameters in this format; sums and the loss are fp32
+        output = torch.float32 if returns_fp32 or is_whole else None
+        formats = MixedPrecisionPolicy(parts.weights, torch.float32, output, casts_inputs)
     reshards = not (stays_gathered or is_whole)
     fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=formats, offload_policy=offload)
-
-
-def _formats(weights: torch.dtype | None, *, returns_fp32: bool) -> MixedPrecisionPolicy:
-    """Return the formats of a module: forward and backward get parameters as `weights`; sums and the loss are fp32."""
-    if weights is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if returns_fp32 else None)
 
 
 def _modules_of_experts(

@@ -53,9 +53,6 @@ class OneRank(Sums, Residuals):
         if self.leaves is not None:
             self.leaves.give(self._parameters)
         self._delivered = []
-        gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
-        if not self._residuals.tensors and not [gradient for gradient in gradients if gradient.is_sparse]:
-            return gradients
         gradients = []
         for name, parameter in self._parameters:
             if not parameter.requires_grad:
