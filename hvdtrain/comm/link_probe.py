@@ -98,14 +98,6 @@ def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * size_bytes / seconds
 
 
-def ranks_by_host(hosts: Sequence[str]) -> dict[str, Group]:
-    """Return the ranks of each host, in the order of the hosts. `hosts`: of each rank. Pure."""
-    found: dict[str, Group] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
-
-
 def neighbour_rounds(count: int) -> list[list[tuple[int, int]]]:
     """Return the pairs of neighbours in a ring of `count` hosts, in rounds where no host occurs twice. Pure."""
     if count < 3:
@@ -129,7 +121,9 @@ def measure_hosts(comm: Comm, device: torch.device, hosts: Sequence[str], second
 
     `hosts`: of each rank. `least`: a host below this part of the median is measured again, with another one.
     """
-    ranks = ranks_by_host(hosts)
+    ranks: dict[str, Group] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
     names = list(ranks)
     rounds = neighbour_rounds(len(names))
     part_s = _PART * seconds / (3 + len(rounds))

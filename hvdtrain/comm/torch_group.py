@@ -27,11 +27,13 @@ def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGro
     Collective: yes, among all ranks of `comm`, which may give different `ranks`. torch's default group is made first,
     and kept until the process ends: a program may make it only once.
     """
-    if isinstance(comm, ImaginedComm):
-        return comm.process_group(range(comm.size) if ranks is None else ranks)
+    group: dist.ProcessGroup
+    if isinstance(comm, ImaginedComm):  # among `imagined_ranks`: its collectives do nothing
+        group = dist.new_group(list(range(comm.size) if ranks is None else ranks))
+        return group
     join_default_group(None if dist.is_initialized() else store_over(comm), comm.rank, comm.size)
     backend = "cpu:gloo,cuda:gloo" if getattr(comm, "through_host", False) else None  # NCCL needs a GPU a rank
-    group: dist.ProcessGroup = dist.new_group(ranks, FOREVER, backend, use_local_synchronization=ranks is not None)
+    group = dist.new_group(ranks, FOREVER, backend, use_local_synchronization=ranks is not None)
     return group
 
 

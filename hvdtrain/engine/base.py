@@ -206,14 +206,6 @@ class Engine:
         self.sums.before_load(values)
         self.residuals.load_state_dict(tensors, values)
 
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters in each collective, by the prefix of its name."""
-        return self.sums.parameters_by_collective()
-
-    def copies(self) -> Mapping[str, int]:
-        """Return how many ranks sum the gradient of a parameter, by name, where it is not all."""
-        return self.sums.copies()
-
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchange, without the gradients."""
         return self.sums.buffers()

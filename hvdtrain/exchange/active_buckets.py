@@ -23,10 +23,6 @@ class DetachedState:
     tensors: Mapping[str, Tensor]  # by ``parameter/kind``
     ranks: int  # world size of the job in which all ranks hold this state
 
-    def residuals_only(self, ranks: int) -> DetachedState:
-        """Return this rank's residuals alone, for a job of another world size."""
-        return DetachedState({key: t for key, t in self.tensors.items() if is_residual(key)}, ranks)
-
     def without_keys(self, keys: Collection[str]) -> DetachedState:
         """Return the state without these keys."""
         return DetachedState({key: t for key, t in self.tensors.items() if key not in keys}, self.ranks)
@@ -57,13 +53,14 @@ class ActiveBuckets(Residuals, ABC):
 
     Attributes:
         ranks: that exchange them.
+        named: the parameters that are exchanged, with their names.
         exchange: the exchange of the buckets in use.
         detached: state of compressors that belongs to no bucket.
     """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._known: list[tuple[str, nn.Parameter]] = []
+        self.named: list[tuple[str, nn.Parameter]] = []
         self.exchange: BucketExchange | None = None
         self.detached = DetachedState({}, ranks)
         self._delivered: list[str] = []
@@ -87,7 +84,7 @@ class ActiveBuckets(Residuals, ABC):
         names = [p.name for c in lossless for p in c.shape.parts if self.detached.has_residual(p.name)]
         self._delivered = [residual_key(name) for name in names]
         # State of other parameters stays: a frozen parameter may be freed again.
-        self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)
+        self.detached = self.detached.without_parameters(dict(self.named), self.ranks, keep=self._delivered)
         exchange.add_residuals({name: self.detached.tensors[residual_key(name)] for name in names})
         return exchange
 
@@ -101,9 +98,9 @@ class ActiveBuckets(Residuals, ABC):
 
         Other state of compressors must be equal on all ranks. A rank that joins has none, so it is dropped.
         """
-        self.detached = self._state().residuals_only(ranks)
-        self.exchange = self._figures = None
-        self.ranks = ranks
+        self.drop()
+        residuals = {key: tensor for key, tensor in self.detached.tensors.items() if is_residual(key)}
+        self.detached, self.ranks = DetachedState(residuals, ranks), ranks
 
     def finite(self) -> bool:
         """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""

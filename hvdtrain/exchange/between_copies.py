@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +38,8 @@ class BetweenCopies(ActiveBuckets):
         name: str,
     ) -> None:
         super().__init__(comm.size)
-        self._known, self._comm, self._compression, self._spans, self._name = named, comm, compression, spans, name
+        self.named, self._comm, self._compression = named, comm, compression
+        self._make = partial(BucketExchange, weight=1.0, factor=1.0, name=name, spans=spans, as_views=True)
         self._plan = assign_buckets(named, bucket_bytes, [name for name, _ in named])
         self.adopt(self._plan)
 
@@ -47,10 +49,7 @@ class BetweenCopies(ActiveBuckets):
         return self.exchange
 
     def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
-        parameters = dict(self._known)
-        return BucketExchange(
-            plan, parameters, self._comm, self._compression, 1.0, 1.0, self._name, self._spans, as_views=True
-        )
+        return self._make(plan, dict(self.named), self._comm, self._compression)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the residuals of as many copies as the values say."""

@@ -108,14 +108,13 @@ class BucketQueue:
 
     def _make_room(self, number: int) -> None:
         """Wait for the oldest exchanges until a bucket fits within the limit."""
-        while self._running and self._used_bytes() + self._buckets[number].exchange_bytes > self._limit_bytes:
+        while self._running:
+            exchanged = sum(self._buckets[each].exchange_bytes for each in (*self._running, number))
+            if exchanged + sum(bucket.kept_bytes for bucket in self._buckets) <= self._limit_bytes:
+                return
             first = self._running.popleft()
             self._streams[first].run(self._buckets[first].wait)
             self._queue(first)
-
-    def _used_bytes(self) -> int:
-        running = sum(self._buckets[number].exchange_bytes for number in self._running)
-        return running + sum(bucket.kept_bytes for bucket in self._buckets)
 
     def _start(self, number: int) -> None:
         self._start_ns[number] = self._spans.now()

@@ -26,7 +26,10 @@ TENSORS = {"a/residual": torch.ones(2), "a/powersgd_q": torch.ones(3), "b.c/resi
 def test_residuals_are_told_from_what_was_learned() -> None:
     """They alone follow the loss scale, and keep their sum over another number of ranks."""
     state = DetachedState({key: tensor.clone() for key, tensor in TENSORS.items()}, 4)
-    residuals = state.residuals_only(3)
+    reducer = Reducer(list, SoloComm())
+    reducer.detached = state
+    reducer.drop_all_but_residuals(3)
+    residuals = reducer.detached
     assert (sorted(residuals.tensors), residuals.ranks) == (["a/residual", "b.c/residual"], 3)
     rest = state.without_parameters({"a"}, 2)
     assert (list(rest.tensors), rest.ranks) == (["b.c/residual"], 2)
