@@ -70,7 +70,9 @@ class Driver:
                 began_s = time.monotonic()
                 self._execute(self._members.tick(heard_s))
                 self._next_tick_s = time.monotonic() + min(_TICK_S, _REST * (time.monotonic() - began_s))
-                self._beat()
+                if (now_s := time.monotonic()) - self._beat_s >= BEAT_S:
+                    self._beat_s = now_s
+                    self._send_all("beat")
                 heard_s = self._handle_all()
             return self._code
         finally:
@@ -235,12 +237,6 @@ class Driver:
         data = encode_message(kind, facts)
         for link in self._links.values():
             link.write(data)
-
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._beat_s >= BEAT_S:
-            self._beat_s = now
-            self._send_all("beat")
 
     def _close(self) -> None:
         """Close all agents, and show the ranks' last lines."""
