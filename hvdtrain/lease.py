@@ -25,15 +25,12 @@ class Place(Protocol):
 
     def read(self) -> dict[str, Any]:
         """Return the content of the newest claim; nothing if it cannot be read."""
-        ...
 
     def write(self, content: dict[str, Any]) -> None:
         """Replace the own claim. Errors: OSError."""
-        ...
 
     def remove(self) -> None:
         """Remove the own claim. Errors: OSError."""
-        ...
 
 
 class Lease:
