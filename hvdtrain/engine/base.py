@@ -49,11 +49,6 @@ class Engine:
         return self.sums.compression
 
     @property
-    def undecided(self) -> bool:
-        """Whether the compression will be chosen later, by the measured cost of steps."""
-        return self.sums.undecided
-
-    @property
     def uniform_passes(self) -> bool:
         """Whether a forward pass is collective, so that all ranks must run equally many, also in an evaluation.
 
@@ -169,23 +164,15 @@ class Engine:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""
         self.residuals.commit(applied=applied)
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals by `factor`, as the caller does with all later gradients."""
-        self.residuals.rescale(factor)
-
-    def synchronize_state(self) -> None:
-        """Make the exchange's state equal on all ranks, so that one rank can save it. Collective: yes."""
-        self.residuals.synchronize_state()
-
     def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the tensors that `synchronize_state` would make, without changing the state. Collective: yes.
+        """Return the tensors of the state that the residuals would have, were they synchronized. Collective: yes.
 
         They are valid until the next step.
         """
         return self.residuals.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
+        """Return the exchange's state, tensors and plain values; equal on all ranks if it is synchronized."""
         tensors, values = self.residuals.state_dict()
         return tensors, {**values, **self.sums.values()}
 

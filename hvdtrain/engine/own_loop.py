@@ -243,12 +243,12 @@ class DividedReducer(Sums):
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
-        self.engine.rescale(factor)
+        self.engine.residuals.rescale(factor)
 
     def synchronize_state(self) -> None:
         """Make the residuals equal on all ranks, and the model's parameters exact. Collective: yes."""
         self._exchange.take_changes()
-        self.engine.synchronize_state()
+        self.engine.residuals.synchronize_state()
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Synchronize the state, and return its tensors. Collective: yes."""

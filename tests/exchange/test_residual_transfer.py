@@ -132,7 +132,7 @@ def test_one_rank_alone_delivers_what_several_owe() -> None:
     for applied, scale in ((False, 1.0), (True, 0.5)):
         engine.begin(1)
         engine.backward((parameter * 2).sum())
-        engine.rescale(scale)
+        engine.residuals.rescale(scale)
         (gradient,) = engine.finish()
         torch.testing.assert_close(gradient, scale * owed + 2)
         assert "p/residual" in engine.state_dict()[0]

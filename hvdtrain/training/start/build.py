@@ -176,7 +176,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
-    if isinstance(engine.sums, InAllCopies) and engine.undecided:
+    if isinstance(engine.sums, InAllCopies) and engine.sums.undecided:
         facts = read_host(worker.info.variables)
         trial = CompressionTrial(engine.sums, comm, device, facts, batch, recorder.event, recorder.say)
     balance = make_balance(current, feed)
