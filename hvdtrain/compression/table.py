@@ -200,12 +200,7 @@ TABLE = {
             coding="coding:Int8Coding",
         ),
         Kind(
-            "int8-stochastic",
-            "int8:stochastic",
-            sizes.int8,
-            2e-2,
-            copies=Copies(1.0, (5.3, 2.0), after=1.6),
-            bulk=True,
+            "int8-stochastic", "int8:stochastic", sizes.int8, 2e-2, copies=Copies(1.0, (5.3, 2.0), after=1.6), bulk=True
         ),
         Kind(
             "topk",

@@ -22,7 +22,7 @@ from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, hello_message, rank_environment, starting_environment
 from hvdtrain.runtime.channel import BEAT_S, encode_message
-from hvdtrain.runtime.interfaces import interface_to, shared_fabric
+from hvdtrain.runtime.interfaces import interface_of, shared_fabric, source_to
 
 _TICK_S = 0.1
 _REST = 9
@@ -216,7 +216,7 @@ class Driver:
             return self._plan.job.interface or link.networks[fabric]
         if link.host not in self._plan.local:
             return link.interface
-        return interface_to(self._links[away].address)
+        return interface_of(source_to(self._links[away].address))
 
     def _start_agent(self, host: str) -> None:
         argv, environment = agent_command(self._plan, host), starting_environment(self._plan, host)
