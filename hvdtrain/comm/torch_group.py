@@ -22,10 +22,8 @@ _comms = 0  # communicators that this process has made: each has its own keys in
 def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     """Make a process group of torch with `ranks` of `comm`, which contain this one (default: all).
 
-    End it by `end_group`.
-
     Collective: yes, among all ranks of `comm`, which may give different `ranks`. torch's default group is made first,
-    and kept until the process ends: a program may make it only once.
+    and kept until the process ends: a program may make it only once. End the new one by `dist.destroy_process_group`.
     """
     group: dist.ProcessGroup
     if isinstance(comm, ImaginedComm):  # among `imagined_ranks`: its collectives do nothing
@@ -47,11 +45,6 @@ def lasting_group(comm: Comm, ranks: Sequence[int], use: str = "") -> dist.Proce
     if (key := (use, tuple(ranks))) not in _lasting:
         _lasting[key] = new_group(comm, ranks)
     return _lasting[key]
-
-
-def end_group(group: dist.ProcessGroup) -> None:
-    """Free a group of `new_group`."""
-    dist.destroy_process_group(group)
 
 
 def join_torchrun(info: RankInfo) -> TorchComm:

@@ -275,8 +275,7 @@ class OuterKind:
 
     def load(self) -> OuterCoding | None:
         """Return the coding; None for fp32. Imports torch."""
-        given = {"none": (), "bf16": (), "topk": (self.number,)}.get(self.name, (self.name,))
-        return _load_name(_OUTER[self.name])(*given) if _OUTER[self.name] else None
+        return _load_name(_OUTER[self.name])(self.name, self.number) if _OUTER[self.name] else None
 
 
 def parse_outer(text: str) -> OuterKind:
