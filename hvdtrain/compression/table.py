@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hvdtrain.compression.coding import Coding
     from hvdtrain.compression.outer import OuterCoding
 
-
 _WORTH = 1 << 16
 """Elements of a gradient below which its bytes do not matter."""
 ONE_HOST_MIB = 32

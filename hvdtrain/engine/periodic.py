@@ -228,7 +228,13 @@ class PeriodicEngine(Engine):
         """
         assert self._outer is not None
         self.park()
-        self._check_trained()
+        now = {name for name, p in named_parameters(self.optimizer, self._model) if p.requires_grad}
+        if changed := {name for name, _ in self._named} ^ now:
+            raise TaskError(
+                f"the program has frozen or unfrozen parameters: {', '.join(sorted(changed)[:3])}",
+                expected="the same parameters in all steps, because workers exchange the changes of these",
+                next_step="--parallel.sync every_step",
+            )
         self._tokens = [a + b for a, b in zip(self._tokens, tokens, strict=True)]
         number, rest = divmod(self.steps, self.plan.interval)
         if rest and not last:
@@ -245,15 +251,6 @@ class PeriodicEngine(Engine):
         self._share_buffers(weights)
         if last or not self.plan.delay:
             self._apply_due()
-
-    def _check_trained(self) -> None:
-        now = [name for name, p in named_parameters(self.optimizer, self._model) if p.requires_grad]
-        if changed := {name for name, _ in self._named} ^ set(now):
-            raise TaskError(
-                f"the program has frozen or unfrozen parameters: {', '.join(sorted(changed)[:3])}",
-                expected="the same parameters in all steps, because workers exchange the changes of these",
-                next_step="--parallel.sync every_step",
-            )
 
     def _apply_due(self, *, all_of_them: bool = False) -> None:
         assert self._outer is not None

@@ -98,7 +98,14 @@ class BucketQueue:
                     bucket.pack(index, self._weight)
                 self._streams[number].record_packed()
                 self._start(number)
-        self._wait_for_all()
+        while self._running:  # advance all; wait for one only if none can advance
+            moved = [number for number in self._running if self._advance(number)]
+            if not moved:
+                moved = [self._running[0]]
+                self._streams[moved[0]].run(self._buckets[moved[0]].wait)
+            for number in moved:
+                self._running.remove(number)
+                self._queue(number)
         for stream in self._streams:
             stream.join()
 
@@ -130,17 +137,6 @@ class BucketQueue:
             self._running.append(number)
         else:
             self._spans.record("exchange", self._start_ns[number], EXCHANGE + number)
-
-    def _wait_for_all(self) -> None:
-        """Advance all exchanges until they have finished; wait for one only if none can advance."""
-        while self._running:
-            moved = [number for number in self._running if self._advance(number)]
-            if not moved:
-                moved = [self._running[0]]
-                self._streams[moved[0]].run(self._buckets[moved[0]].wait)
-            for number in moved:
-                self._running.remove(number)
-                self._queue(number)
 
 
 class BucketExchange(BucketQueue):

@@ -62,7 +62,7 @@ MUTATIONS: Table = {
             "return self._residual",
         ),
         "after a save, an owner's model has rounded parameters": (
-            "            self._model(shard).copy_(self._exact(shard))\n",
+            "            self._model(shard).copy_(shard.exact)\n",
             "            pass\n",
         ),
     },
