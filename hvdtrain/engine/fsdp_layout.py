@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -154,13 +153,10 @@ class RowsOfStages(RowsOfParts):
         for name, module in reversed(outside_of_blocks(part).items()):  # children before the modules around them
             if _holds(module.parameters(recurse=False)):
                 divide_part(parts, module, ranks, stays_gathered=True, returns_fp32=not self._stage.is_first)
-                module.register_forward_hook(partial(self._note_run, name))
+                module.register_forward_hook(lambda *_, name=name: self._ran.add(name))
                 _ignore_views(module)
                 assert isinstance(module, FSDPModule)
                 self._outside[name] = module
-
-    def _note_run(self, name: str, *_: object) -> None:
-        self._ran.add(name)
 
     def _gather_outside(self) -> None:
         """Gather what is outside of blocks, before any of it runs. Collective: yes."""

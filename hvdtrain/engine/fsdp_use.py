@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -55,11 +54,8 @@ class UsedParameters:
                 for name in waiting:
                     whole: Any = self._model.get_parameter(name)
                     if whole.requires_grad:
-                        hook = whole.register_post_accumulate_grad_hook(partial(self._note, name))
+                        hook = whole.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
                         self._undo.append(hook.remove)
                 waiting.clear()
 
         self._undo.append(before_forward(cast("nn.Module", divided), begin))
-
-    def _note(self, name: str, _: nn.Parameter) -> None:
-        self._used.add(name)

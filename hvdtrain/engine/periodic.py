@@ -166,19 +166,14 @@ class PeriodicEngine(Engine):
         for worker in self.links.served:
             parameters = [tensor.clone() for tensor in self._shared]
             self._workers[worker] = _Worker(parameters, [buffer.clone() for buffer in self._shared_buffers])
-        self._let_computing_go_first()
-        fragments = divide([tensor.numel() for tensor in self._shared], self.plan.fragments)
-        self._outer = OuterExchange(self.plan, self.links, self._shared, fragments, self._coding)
-
-    def _let_computing_go_first(self) -> None:
-        """Lower the priority of Horovod's threads where they only exchange fragments while the same cores compute.
-
-        MPI polls while a transfer runs. A rank that waits leaves them its core, whatever their priority.
-        """
         everyone = self.links.everyone
         on_cpu = all(tensor.device.type == "cpu" for tensor in self._shared)
         if self.plan.delay and self.links.group.size == 1 and on_cpu and isinstance(everyone, TimelineComm):
+            # They only exchange fragments while the same cores compute: MPI polls while a transfer runs. A rank that
+            # waits leaves them its core, whatever their priority.
             lower_priority(everyone.started_threads)
+        fragments = divide([tensor.numel() for tensor in self._shared], self.plan.fragments)
+        self._outer = OuterExchange(self.plan, self.links, self._shared, fragments, self._coding)
 
     def _buffers_now(self) -> list[Tensor]:
         return [buffer for module, name in self._buffer_places if (buffer := module._buffers[name]) is not None]

@@ -215,22 +215,19 @@ class Reducer(ActiveBuckets, Sums):
             # Its hooks come after those of the parameter, which may change the gradient. The parameter does not own it.
             with torch.enable_grad():
                 node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            hook = uncompiled(self._hook(name, parameter))
+            hook = uncompiled(partial(self._on_gradient, name, parameter))
             self._hooks.append((node.register_hook(hook), node))
 
-    def _hook(self, name: str, parameter: nn.Parameter) -> Callable[..., None]:
-        def on_gradient(*_: Any) -> None:
-            if self.over and self._passes.count:
-                self.commit(applied=False)
-                self.forget()
-            self._begin_once()
-            if not self._passes.record_gradient(name) or self._alone:
-                return
-            self._finished.add(name, parameter.grad)
-            if (exchange := self.exchange) is not None:
-                exchange.add_gradient(name)
-
-        return on_gradient
+    def _on_gradient(self, name: str, parameter: nn.Parameter, *_: Any) -> None:
+        if self.over and self._passes.count:
+            self.commit(applied=False)
+            self.forget()
+        self._begin_once()
+        if not self._passes.record_gradient(name) or self._alone:
+            return
+        self._finished.add(name, parameter.grad)
+        if (exchange := self.exchange) is not None:
+            exchange.add_gradient(name)
 
     def _learn(self) -> BucketExchange:
         """Agree with the other ranks on a plan. Collective: yes.
