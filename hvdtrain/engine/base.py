@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,9 +14,6 @@ from hvdtrain.engine.sums import Loss, Sums
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.stage import Stage
 
 
 class Engine:
@@ -60,11 +57,6 @@ class Engine:
     def residuals(self) -> Residuals:
         """What the exchange remembers."""
         return self.sums.residuals
-
-    @property
-    def stage(self) -> Stage | None:
-        """The stage of this rank in a pipeline; None without."""
-        return self.schedule.stage
 
     def begin(self, micro_batches: int, positions: Positions | None = None) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle.

@@ -92,8 +92,8 @@ def engine_of_worker(worker: WorkerState, comm: Comm, spans: Spans | None = None
         return make_periodic(state.model, plan.outer, comm, make, plan.compression, elastic=plan.elastic)
     engine = make(comm, plan.compression)
     if plan.dimensions.pp > 1:
-        assert engine.stage is not None
-        worker.task = with_stages(worker.task, engine.stage)
+        assert engine.schedule.stage is not None
+        worker.task = with_stages(worker.task, engine.schedule.stage)
     return engine
 
 
