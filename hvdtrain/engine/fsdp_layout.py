@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -89,7 +89,8 @@ class RowsOfParts(Rows):
 
         def divide(part: nn.Module) -> None:
             for module in _modules_of_experts(part, experts, parts_name, names) if experts != tp else ():
-                module.register_forward_hook(_copy_view)
+                # No view: an operation on one in place removes the hook that gathers for backward.
+                module.register_forward_hook(lambda _, given, output: output.clone() if output._is_view() else output)
                 divide_part(parts, module, copies_of_experts, casts_inputs=False)  # the block has cast tokens
                 self._experts.append(names[module])
             self._divide_rows(part, copies)
@@ -179,7 +180,7 @@ class RowsOfStages(RowsOfParts):
 
 
 def _ignore_views(module: nn.Module) -> None:
-    """Ignore torch's warning that a module returns a view: it stays gathered after forward. See `_copy_view`."""
+    """Ignore torch's warning that a module returns a view: it stays gathered after forward, or is copied."""
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
 
 
@@ -241,11 +242,6 @@ def _is_of_experts(parameter: nn.Parameter, ranks: int, parts_name: str) -> bool
     by_torch = is_divided(parameter) and on_stages(parameter) is None
     mesh = cast("DTensor", parameter).device_mesh if by_torch else None
     return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (parts_name,))
-
-
-def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
-    """Return an output that is no view: an operation on one in place removes the hook that gathers for backward."""
-    return output.clone() if output._is_view() else output
 
 
 class _Root(nn.Module):

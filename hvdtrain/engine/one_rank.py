@@ -86,7 +86,6 @@ class OneRank(Sums, Residuals):
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load residuals of several ranks; they are added to the next gradients."""
-        self._residuals = DetachedState(
-            {name: tensor.clone() for name, tensor in tensors.items()}, int(values["ranks"])
-        )
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._residuals = DetachedState(kept, int(values["ranks"]))
         self._values = values

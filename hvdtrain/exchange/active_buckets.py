@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
+from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.residuals import Residuals, is_residual, residual_key
@@ -48,27 +49,34 @@ class DetachedState:
                 tensor.mul_(factor)
 
 
-class ActiveBuckets(Residuals, ABC):
+class ActiveBuckets(Residuals):
     """The buckets in use; none until their plan is known.
 
+    Args:
+        make: makes the exchange of a plan, by the first arguments of `BucketExchange`.
+
     Attributes:
-        ranks: that exchange them.
+        comm: the ranks that exchange them; `ranks` is their number.
         named: the parameters that are exchanged, with their names.
         exchange: the exchange of the buckets in use.
         detached: state of compressors that belongs to no bucket.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(
+        self,
+        comm: Comm,
+        compression: Compression,
+        make: Callable[..., BucketExchange],
+        weight: float = 1.0,
+        factor: float = 1.0,
+    ) -> None:
+        self.comm, self.ranks = comm, comm.size
+        self._compression, self._make, self._weight, self._factor = compression, make, weight, factor
         self.named: list[tuple[str, nn.Parameter]] = []
         self.exchange: BucketExchange | None = None
-        self.detached = DetachedState({}, ranks)
+        self.detached = DetachedState({}, comm.size)
         self._delivered: list[str] = []
         self._figures: Figures | None = None
-
-    @abstractmethod
-    def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
-        """Return the exchange of a plan, for the current ranks and parameters."""
 
     def adopt(self, plan: BucketPlan) -> BucketExchange:
         """Make the buckets of a plan and give their compressors the state of their parameters.
@@ -77,14 +85,15 @@ class ActiveBuckets(Residuals, ABC):
         The old buckets are freed first, if nothing else holds them: gradients are views of them.
         """
         self.drop()
-        exchange = self.exchange = self._make_exchange(plan)
+        named = dict(self.named)
+        exchange = self.exchange = self._make(plan, named, self.comm, self._compression, self._weight, self._factor)
         for compressor in exchange.compressors:
             compressor.load_state_dict(self.detached.tensors, self.detached.ranks)
         lossless = [compressor for compressor in exchange.compressors if not compressor.keeps_error]
         names = [p.name for c in lossless for p in c.shape.parts if self.detached.has_residual(p.name)]
         self._delivered = [residual_key(name) for name in names]
         # State of other parameters stays: a frozen parameter may be freed again.
-        self.detached = self.detached.without_parameters(dict(self.named), self.ranks, keep=self._delivered)
+        self.detached = self.detached.without_parameters(named, self.ranks, keep=self._delivered)
         exchange.add_residuals({name: self.detached.tensors[residual_key(name)] for name in names})
         return exchange
 

@@ -14,7 +14,6 @@ from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import assign_buckets
-from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import Spans
 
 
@@ -37,9 +36,8 @@ class BetweenCopies(ActiveBuckets):
         spans: Spans,
         name: str,
     ) -> None:
-        super().__init__(comm.size)
-        self.named, self._comm, self._compression = named, comm, compression
-        self._make = partial(BucketExchange, weight=1.0, factor=1.0, name=name, spans=spans, as_views=True)
+        super().__init__(comm, compression, partial(BucketExchange, name=name, spans=spans, as_views=True))
+        self.named = named
         self._plan = assign_buckets(named, bucket_bytes, [name for name, _ in named])
         self.adopt(self._plan)
 
@@ -47,9 +45,6 @@ class BetweenCopies(ActiveBuckets):
     def _queue(self) -> BucketExchange:
         assert self.exchange is not None
         return self.exchange
-
-    def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
-        return self._make(plan, dict(self.named), self._comm, self._compression)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the residuals of as many copies as the values say."""

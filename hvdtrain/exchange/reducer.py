@@ -78,15 +78,11 @@ class Reducer(ActiveBuckets, Sums):
         spans: Spans | None = None,
         leaves: Leaves | None = None,
     ) -> None:
-        super().__init__(comm.size)
+        make = partial(BucketExchange, name=name, spans=spans or Spans(), as_views=as_views, leaves=leaves)
+        super().__init__(comm, compression or parse("none"), make, weight, factor)
         self._parameters = parameters
-        self.comm = comm
-        self._compression = compression or parse("none")
         self._bucket_bytes = bucket_bytes
         self._make_plan = partial(assign_buckets, limit_bytes=bucket_bytes, groups=groups)
-        self._make = partial(BucketExchange, name=name, spans=spans or Spans(), as_views=as_views, leaves=leaves)
-        self._weight = weight
-        self._factor = factor
         self._passes = BackwardPasses(passes)
         self._sparse_as_dense = sparse_as_dense
         self._name = name
@@ -247,6 +243,3 @@ class Reducer(ActiveBuckets, Sums):
         except JoinedError:
             agreed, self._provisional = self._make_plan(self.named), True
         return self.adopt(agreed)
-
-    def _make_exchange(self, agreed: BucketPlan) -> BucketExchange:
-        return self._make(agreed, dict(self.named), self.comm, self._compression, self._weight, self._factor)

@@ -29,7 +29,7 @@ MUTATIONS: Table = {
     },
     ("exchange/active_buckets.py", "tests/exchange/test_residual_transfer.py"): {
         "what is owed to a frozen parameter is forgotten": (
-            "self.detached = self.detached.without_parameters(dict(self.named), self.ranks, keep=self._delivered)",
+            "self.detached = self.detached.without_parameters(named, self.ranks, keep=self._delivered)",
             "self.detached = DetachedState({}, self.ranks)",
         ),
     },
