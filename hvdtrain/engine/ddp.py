@@ -218,7 +218,7 @@ class DdpSums(OneRank):
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append((name, buffer, sent, work))
-        devices = [buffer.device] if buffer.is_cuda else None
+        devices: Any = [buffer.device] if buffer.is_cuda else None
         complete: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         complete.set_result(buffer)
         return complete
