@@ -57,7 +57,8 @@ class OneRank(Sums, Residuals):
         for name, parameter in self._parameters:
             if not parameter.requires_grad:
                 continue
-            if self._residuals.has_residual(name) and (parameter.grad is None or not parameter.grad.is_sparse):
+            has_residual = bool(self._residuals.tensors) and self._residuals.has_residual(name)
+            if has_residual and (parameter.grad is None or not parameter.grad.is_sparse):
                 self._delivered.append(key := residual_key(name))
                 residual = self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks
                 residual = as_gradient(residual, parameter)
