@@ -29,7 +29,7 @@ class Sums(Protocol):
     comm: Comm
     before: Callable[[], None]
     over: bool
-    _fresh: bool  # whether nothing of this step has begun
+    _fresh: bool  # whether this step has not begun yet
     _passes: BackwardPasses
     _name: str
     _weight: float
