@@ -47,10 +47,15 @@ class Served:
         loop, tasks = self.server._loop, self.server._until_s
         loop.call_soon_threadsafe(loop.stop)
         self.server._thread.join()
-        loop.run_until_complete(asyncio.sleep(0))  # a task that did not start would not close its connection
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+        async def cancel() -> None:
+            await asyncio.sleep(0)  # a task that is cancelled before its start would not close its connection
+            for task in list(tasks):
+                task.cancel()
+            while tasks:
+                await asyncio.sleep(0)
+
+        loop.run_until_complete(cancel())
         loop.close()
         self.server._listener.close()
 
