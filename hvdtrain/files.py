@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import grp
+import json
 import os
 import pwd
 import re
@@ -16,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def allow_open_files() -> None:
@@ -108,6 +109,14 @@ def read_text_or_empty(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a small file with a JSON object; {} if it holds none, or cannot be read."""
+    with suppress(OSError, ValueError):
+        content = json.loads(path.read_text())
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def fsync(path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from hvdtrain.files import read_object
 from hvdtrain.programs import read_stat
 
 BEAT_S = 3.0
@@ -25,15 +26,12 @@ class Place(Protocol):
 
     def read(self) -> dict[str, Any]:
         """Return the content of the newest claim; nothing if it cannot be read."""
-        ...
 
     def write(self, content: dict[str, Any]) -> None:
         """Replace the own claim. Errors: OSError."""
-        ...
 
     def remove(self) -> None:
         """Remove the own claim. Errors: OSError."""
-        ...
 
 
 class Lease:
@@ -76,7 +74,7 @@ class _File:
         self._path = path
 
     def read(self) -> dict[str, Any]:
-        return _read(self._path)
+        return read_object(self._path)
 
     def write(self, content: dict[str, Any]) -> None:
         temporary = self._path.with_name(f"{self._path.name}.{content['nonce']}")
@@ -98,14 +96,14 @@ def take_lease(path: Path, wait: Callable[[float], None] = time.sleep) -> Lease 
     A holder on this host is looked up among the processes. Of one elsewhere only the file is visible: it is observed
     for up to `_SILENT_BEATS` * `BEAT_S` seconds, only by its content, as the clocks of two hosts may differ.
     """
-    found = _read(path)
+    found = read_object(path)
     if path.exists():
-        if holder_lives(found, lambda: _read(path), wait) and path.exists():
+        if holder_lives(found, lambda: read_object(path), wait) and path.exists():
             return None
         stale = path.with_name(f"{path.name}.stale-{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             path.rename(stale)
-            if _read(stale) != found:  # another process also found it stale, was faster, and this is its new file
+            if read_object(stale) != found:  # another process also found it stale, was faster, and this is its new file
                 with suppress(OSError):  # its holder rewrites it at its next beat
                     path.hardlink_to(stale)
                 stale.unlink()
@@ -151,10 +149,3 @@ def _began(pid: int) -> str | None:
         stat = read_stat(pid)
         return None if stat.state in "ZX" else str(stat.start_ticks)
     return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
-        return content if isinstance(content, dict) else {}
-    return {}

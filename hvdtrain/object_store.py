@@ -6,8 +6,8 @@ Credentials are those of the environment and of the files that the library of a 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -146,22 +146,16 @@ class StoreFolder:
         return path
 
     def _do(self, done: str, call: Callable[[], T]) -> T:
-        with _converted(f"{self.url} cannot be {done}", self._option):
+        try:
             return call()
-
-
-@contextmanager
-def _converted(what: str, option: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # libraries of stores have classes of their own
-        found, lasting = describe_fault(error)
-        raise (StoreError if lasting else UnreachableStoreError)(
-            what,
-            expected="a bucket or folder that exists, with permission to read, write, list and remove",
-            found=found,
-            next_step=f"check the address, the credentials of the environment, and {option}",
-        ) from error
+        except Exception as error:  # libraries of stores have classes of their own
+            found, lasting = describe_fault(error)
+            raise (StoreError if lasting else UnreachableStoreError)(
+                f"{self.url} cannot be {done}",
+                expected="a bucket or folder that exists, with permission to read, write, list and remove",
+                found=found,
+                next_step=f"check the address, the credentials of the environment, and {self._option}",
+            ) from error
 
 
 def _names(system: Any) -> set[str]:

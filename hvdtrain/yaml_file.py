@@ -15,7 +15,6 @@ from hvdtrain.files import read_regular
 _DEEPEST = 20
 _DEPTH = f"at most {_DEEPEST} levels"
 
-
 _BOOL, _INT, _FLOAT, _TIME = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp"))
 _VALUES = {
     _BOOL: re.compile(r"(true|True|TRUE|false|False|FALSE)$"),

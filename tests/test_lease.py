@@ -15,6 +15,7 @@ import torch
 
 from hvdtrain import lease
 from hvdtrain.errors import RunDirectoryError
+from hvdtrain.files import read_object
 from hvdtrain.lease import Lease, take_lease
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.task.base import Task
@@ -82,7 +83,7 @@ def test_of_two_jobs_that_find_a_stale_lease_the_slower_does_not_take_it(
     if where == "here":  # elsewhere the slower one sees it while it waits for a beat
         monkeypatch.setattr(lease, "holder_lives", look)
     assert take_lease(path, look) is None
-    assert faster[0] is not None and lease._read(path)["pid"] == os.getpid()
+    assert faster[0] is not None and read_object(path)["pid"] == os.getpid()
     faster[0].release()
     assert list(tmp_path.iterdir()) == []
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.cli.parser import Parser, above_0, end, local, positive
-from hvdtrain.doctor.preflight import Deadline, Preflight, bad_hosts, host_checks, lines, unanswered
+from hvdtrain.doctor.preflight import Deadline, Preflight, bad_hosts, fabric, host_checks, lines, unanswered
 from hvdtrain.errors import BAD_HOSTS, ConfigError
 from hvdtrain.files import read_text_or_empty, write_text
 from hvdtrain.observe.output import make_output_unfailing
@@ -156,7 +156,6 @@ def _later_facts(comm: Comm, device: torch.device, log: Path) -> dict[str, Any]:
     """Return what this rank knows after the measurement. Collective: yes."""
     import torch
 
-    from hvdtrain.doctor.fabric import fabric
     from hvdtrain.observe.monitor import gpu_identity, gpu_remarks
 
     comm.allreduce(torch.zeros(1), name="preflight/together").wait()

@@ -13,7 +13,6 @@ from hvdtrain.comm.solo import Finished, SoloComm
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 class UnderWay(Finished):
@@ -65,13 +64,6 @@ class ImaginedComm(SoloComm):
     def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
         """Return a communicator of as many ranks."""
         return ImaginedComm(len(ranks), self.traffic, local_rank)
-
-    def process_group(self, ranks: Sequence[int]) -> ProcessGroup:
-        """Return a process group of torch among those of `imagined_ranks`. Its collectives do nothing."""
-        import torch.distributed as dist
-
-        group: ProcessGroup = dist.new_group(list(ranks))
-        return group
 
 
 @contextmanager

@@ -98,14 +98,6 @@ def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * size_bytes / seconds
 
 
-def ranks_by_host(hosts: Sequence[str]) -> dict[str, Group]:
-    """Return the ranks of each host, in the order of the hosts. `hosts`: of each rank. Pure."""
-    found: dict[str, Group] = {}
-    for rank, host in enumerate(hosts):
-        found.setdefault(host, []).append(rank)
-    return found
-
-
 def neighbour_rounds(count: int) -> list[list[tuple[int, int]]]:
     """Return the pairs of neighbours in a ring of `count` hosts, in rounds where no host occurs twice. Pure."""
     if count < 3:
@@ -129,11 +121,13 @@ def measure_hosts(comm: Comm, device: torch.device, hosts: Sequence[str], second
 
     `hosts`: of each rank. `least`: a host below this part of the median is measured again, with another one.
     """
-    ranks = ranks_by_host(hosts)
+    ranks: dict[str, Group] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
     names = list(ranks)
     rounds = neighbour_rounds(len(names))
     part_s = _PART * seconds / (3 + len(rounds))
-    inside = {hosts[group[0]]: speed for group, speed in _measure(comm, device, _several(ranks.values()), part_s)}
+    inside = {hosts[group[0]]: speed for group, speed in _measure(comm, device, ranks.values(), part_s)}
     between: dict[str, float] = {}
 
     def measure_pairs(pairs: Sequence[tuple[str, str]]) -> None:
@@ -145,26 +139,23 @@ def measure_hosts(comm: Comm, device: torch.device, hosts: Sequence[str], second
         measure_pairs([(names[a], names[b]) for a, b in pairs])
     if len(names) > 2:
         measure_pairs(retried_pairs(between, least))
-    everyone = [speed for _, speed in _measure(comm, device, _several([list(range(comm.size))]), part_s)]
+    everyone = [speed for _, speed in _measure(comm, device, [list(range(comm.size))], part_s)]
     return HostSpeeds(inside, between, everyone[0] if everyone else None)
 
 
-def _several(groups: Iterable[Group]) -> list[Group]:
-    return [group for group in groups if len(group) > 1]
-
-
-def _measure(comm: Comm, device: torch.device, groups: list[Group], budget_s: float) -> list[tuple[Group, float]]:
-    """Return the bus bandwidth of each group, all measured at the same time. Collective: yes.
+def _measure(comm: Comm, device: torch.device, among: Iterable[Group], budget_s: float) -> list[tuple[Group, float]]:
+    """Return the bus bandwidth of each group of several ranks, all measured at the same time. Collective: yes.
 
     It is that of the size with the highest bandwidth, by the slowest rank's clock.
     """
+    groups = [group for group in among if len(group) > 1]
     if not groups:
         return []
     if isinstance(comm, GroupingComm):
         comm.add_groups([group for group in groups if len(group) < comm.size])
     mine = next((group for group in groups if comm.rank in group), [])
-    among = comm if len(mine) == comm.size else comm.subset(mine, 0, 1) if mine else SoloComm()
-    found = probe_link(comm, device, budget_s, among=among, sizes=HOST_SIZES)
+    own = comm if len(mine) == comm.size else comm.subset(mine, 0, 1) if mine else SoloComm()
+    found = probe_link(comm, device, budget_s, among=own, sizes=HOST_SIZES)
     everyone = allgather_json(comm, found, name="link/found")
     speeds = []
     for group in groups:

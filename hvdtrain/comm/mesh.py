@@ -16,7 +16,6 @@ _OPTION = "--parallel.dp_shard"
 class Mesh:
     """The groups of one rank."""
 
-    everyone: Comm  # all ranks
     shard: Comm  # those that together hold the whole model
     shard_ranks: list[int]  # their ranks among all
     replicas: Comm | None = None  # those that hold the same part; None if all ranks divide the model
@@ -67,10 +66,10 @@ def make_mesh(comm: Comm, dp_shard: int | None) -> Mesh:
     """
     own = [ranks for ranks in mesh_groups(comm.size, dp_shard) if comm.rank in ranks]
     if not own:
-        return Mesh(comm, comm, list(range(comm.size)))
+        return Mesh(comm, list(range(comm.size)))
     hosts = gather_hosts(comm)
     _check_hosts(hosts, len(own[0]))
-    return Mesh(comm, subset(comm, own[0], hosts), own[0], subset(comm, own[1], hosts))
+    return Mesh(subset(comm, own[0], hosts), own[0], subset(comm, own[1], hosts))
 
 
 def _check_hosts(hosts: list[list[str | int]], dp_shard: int) -> None:

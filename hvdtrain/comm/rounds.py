@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hvdtrain.comm.horovod import HorovodComm
     from hvdtrain.spans import Spans
 
-
 T = TypeVar("T")
 
 STARTED, FAILED, CHANGED = "started", "failed", "changed"  # why a rank asks for a place

@@ -22,16 +22,16 @@ _comms = 0  # communicators that this process has made: each has its own keys in
 def new_group(comm: Comm, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     """Make a process group of torch with `ranks` of `comm`, which contain this one (default: all).
 
-    End it by `end_group`.
-
     Collective: yes, among all ranks of `comm`, which may give different `ranks`. torch's default group is made first,
-    and kept until the process ends: a program may make it only once.
+    and kept until the process ends: a program may make it only once. End the new one by `dist.destroy_process_group`.
     """
-    if isinstance(comm, ImaginedComm):
-        return comm.process_group(range(comm.size) if ranks is None else ranks)
+    group: dist.ProcessGroup
+    if isinstance(comm, ImaginedComm):  # among `imagined_ranks`: its collectives do nothing
+        group = dist.new_group(list(range(comm.size) if ranks is None else ranks))
+        return group
     join_default_group(None if dist.is_initialized() else store_over(comm), comm.rank, comm.size)
     backend = "cpu:gloo,cuda:gloo" if getattr(comm, "through_host", False) else None  # NCCL needs a GPU a rank
-    group: dist.ProcessGroup = dist.new_group(ranks, FOREVER, backend, use_local_synchronization=ranks is not None)
+    group = dist.new_group(ranks, FOREVER, backend, use_local_synchronization=ranks is not None)
     return group
 
 
@@ -45,11 +45,6 @@ def lasting_group(comm: Comm, ranks: Sequence[int], use: str = "") -> dist.Proce
     if (key := (use, tuple(ranks))) not in _lasting:
         _lasting[key] = new_group(comm, ranks)
     return _lasting[key]
-
-
-def end_group(group: dist.ProcessGroup) -> None:
-    """Free a group of `new_group`."""
-    dist.destroy_process_group(group)
 
 
 def join_torchrun(info: RankInfo) -> TorchComm:

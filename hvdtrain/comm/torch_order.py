@@ -23,13 +23,6 @@ _CONNECTION = re.compile(
 )
 
 
-def is_lost_rank(error: BaseException) -> bool:
-    """Check whether an error of torch means that another rank is lost."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and bool(_CONNECTION.search(str(error)))
-    )
-
-
 def lost_rank(error: BaseException, what: str) -> LostRankError:
     """Return the error to raise instead of torch's. `what`: what this rank waited for."""
     return LostRankError(
@@ -45,7 +38,7 @@ def naming_lost_rank(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_lost_rank(error):
+        if isinstance(error, dist.DistError) or _CONNECTION.search(str(error)):
             raise lost_rank(error, what) from error
         raise
 
@@ -138,15 +131,11 @@ class TorchHandle:
         """Block until the collective is complete and return its result. Errors: LostRankError."""
         if self._result is None:
             self._started.wait()
-            try:
+            with naming_lost_rank(f"the collective {self._name}"):  # it stays listed as in flight then
                 if self._error is not None:
                     raise self._error
                 if self._work is not None:
                     self._work.wait()
-            except RuntimeError as error:
-                if is_lost_rank(error):  # the collective stays listed as in flight
-                    raise lost_rank(error, f"the collective {self._name}") from error
-                raise
             assert self._finish is not None
             self._result = self._finish()
             self._in_flight.pop(self._name, None)

@@ -6,8 +6,8 @@ owners, and any size of code. Error feedback is the caller's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,28 +23,30 @@ _SPLIT = 1.23
 _POSITION_BITS = 12
 
 
-class OuterCoding(Protocol):
+class OuterCoding(ABC):
     """Encodes flat fp32 values; payloads decode to equal bits on all ranks.
 
-    If a value is not finite, neither is a decoded one. Nothing waits for a GPU.
+    If a value is not finite, neither is a decoded one. Nothing waits for a GPU. `name`, `number`: of its `OuterKind`.
     """
+
+    def __init__(self, name: str, number: float) -> None:
+        self._name, self._number = name, number
 
     def payload_bytes(self, length: int) -> int:
         """Return the bytes of `length` encoded values."""
+        return outer_payload(self._name, self._number, length)
 
+    @abstractmethod
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Encode `values`, (n,) of fp32, into `out`, (payload_bytes(n),) of uint8."""
 
+    @abstractmethod
     def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
         """Add the decoded values, times `weight`, to `total`, (n,) of fp32."""
 
 
 class Bf16(OuterCoding):
     """Rounds to bfloat16."""
-
-    def payload_bytes(self, length: int) -> int:
-        """Two a value."""
-        return outer_payload("bf16", 0, length)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Round."""
@@ -62,14 +64,10 @@ class Blocks(OuterCoding):
     (`two_levels`): where a block has many zeros, such as unused rows of an embedding, the small one is near zero.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, number: float) -> None:
+        super().__init__(name, number)
         self._bits, self._block, self._scales = OUTER_BLOCKS[name]
         self._top = (1 << (self._bits - 1)) - 1
-
-    def payload_bytes(self, length: int) -> int:
-        """Return codes and scales, of whole blocks."""
-        return outer_payload(self._name, 0, length)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Divide by the scale and round, or compare with the mean magnitude."""
@@ -134,12 +132,9 @@ class ChunkedTopK(OuterCoding):
     are the means of the chosen values below and above their mean.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share, self._count = share, outer_count(share)
-
-    def payload_bytes(self, length: int) -> int:
-        """Return positions, values and magnitudes, of whole chunks."""
-        return outer_payload("topk", self._share, length)
+    def __init__(self, name: str, number: float) -> None:
+        super().__init__(name, number)
+        self._count = outer_count(number)
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Choose, and code."""

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hvdtrain.compression.coding import Coding
     from hvdtrain.compression.outer import OuterCoding
 
-
 _WORTH = 1 << 16
 """Elements of a gradient below which its bytes do not matter."""
 ONE_HOST_MIB = 32
@@ -200,12 +199,7 @@ TABLE = {
             coding="coding:Int8Coding",
         ),
         Kind(
-            "int8-stochastic",
-            "int8:stochastic",
-            sizes.int8,
-            2e-2,
-            copies=Copies(1.0, (5.3, 2.0), after=1.6),
-            bulk=True,
+            "int8-stochastic", "int8:stochastic", sizes.int8, 2e-2, copies=Copies(1.0, (5.3, 2.0), after=1.6), bulk=True
         ),
         Kind(
             "topk",
@@ -280,8 +274,7 @@ class OuterKind:
 
     def load(self) -> OuterCoding | None:
         """Return the coding; None for fp32. Imports torch."""
-        given = {"none": (), "bf16": (), "topk": (self.number,)}.get(self.name, (self.name,))
-        return _load_name(_OUTER[self.name])(*given) if _OUTER[self.name] else None
+        return _load_name(_OUTER[self.name])(self.name, self.number) if _OUTER[self.name] else None
 
 
 def parse_outer(text: str) -> OuterKind:

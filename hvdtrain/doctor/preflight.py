@@ -1,17 +1,19 @@
-"""The hosts of a job as ``hvdtrain preflight`` finds them: which are bad, and a table; the deadline of the ranks."""
+"""The hosts of a job as ``hvdtrain preflight`` finds them: which are bad, their network; the deadline of the ranks."""
 
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.timeline.logs import NcclLines
 from hvdtrain.timeline.whatif.links import ETHERNET
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ _WIDTH = 80
 _MOST_HOSTS = 32  # rows of the table; with more hosts, the slowest are shown
 _LONGEST_NAME = 22
 _SKEW_S = 1.0  # difference of a host's clock from the median that is reported
+
+_NAME = re.compile(r"(?:\[\d+\])?([A-Za-z][\w.-]*):[\d.a-fA-F:]+<")
+_CARD = re.compile(r"\[\d+\]([\w.-]+):\d+/(?:IB|RoCE|uverbs)")
+_CHANNEL = re.compile(r"(P2P|SHM)\b|NET/([^/]+)")
 
 _EVERY_S = 0.5
 _LISTEN_S = 3.0  # at the deadline, rank 0 waits this long for further reports
@@ -103,6 +109,24 @@ def bad_hosts(hosts: Sequence[HostCheck], gpus: int, least: float) -> dict[str, 
                 text = f"{gigabytes(speed)} GB/s {what}; the median is {gigabytes(usual)}"
                 found.setdefault(slow, []).append(text)
     return {host: tuple(reasons) for host, reasons in found.items()}
+
+
+def fabric(lines: Iterable[str], cards: Iterable[str] = ()) -> str:
+    """Describe what NCCL uses, such as ``NET/IB mlx5_0``; "" if the log does not show it. `cards`: of this host."""
+    log = NcclLines()
+    for line in lines:
+        log.add_line(line)
+    links = [kind for _, _, via in log.facts["link"] if (kind := _CHANNEL.match(via))]
+    kinds = dict.fromkeys(kind[1] or f"NET/{kind[2].strip()}" for kind in links)
+    addresses = [values[-1] for kind in ("bootstrap", "device") for values in log.facts[kind]]
+    used = {
+        "NET/IB": dict.fromkeys(card for _, text in log.facts["device"] for card in _CARD.findall(text)),
+        "NET/Socket": dict.fromkeys(name for text in addresses for name in _NAME.findall(text)),
+    }
+    between = [kind for kind in kinds if kind.startswith("NET/")]
+    text = ", ".join(" ".join([kind, *used.get(kind, ())]) for kind in between or kinds)
+    unused = ", ".join(cards)
+    return f"{text} (although there are {unused})" if "NET/Socket" in kinds and unused else text
 
 
 def unanswered(ranks: Mapping[int, bool], hosts: Sequence[str]) -> list[str]:

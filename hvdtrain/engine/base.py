@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,9 +14,6 @@ from hvdtrain.engine.sums import Loss, Sums
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place
-
-if TYPE_CHECKING:
-    from hvdtrain.engine.stage import Stage
 
 
 class Engine:
@@ -49,11 +46,6 @@ class Engine:
         return self.sums.compression
 
     @property
-    def undecided(self) -> bool:
-        """Whether the compression will be chosen later, by the measured cost of steps."""
-        return self.sums.undecided
-
-    @property
     def uniform_passes(self) -> bool:
         """Whether a forward pass is collective, so that all ranks must run equally many, also in an evaluation.
 
@@ -65,11 +57,6 @@ class Engine:
     def residuals(self) -> Residuals:
         """What the exchange remembers."""
         return self.sums.residuals
-
-    @property
-    def stage(self) -> Stage | None:
-        """The stage of this rank in a pipeline; None without."""
-        return self.schedule.stage
 
     def begin(self, micro_batches: int, positions: Positions | None = None) -> None:
         """Clear gradients; this rank then runs backward `micro_batches` times, 0 if it is idle.
@@ -169,23 +156,15 @@ class Engine:
         """End the step: keep the new residuals of the compression if it was applied, else the old ones."""
         self.residuals.commit(applied=applied)
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals by `factor`, as the caller does with all later gradients."""
-        self.residuals.rescale(factor)
-
-    def synchronize_state(self) -> None:
-        """Make the exchange's state equal on all ranks, so that one rank can save it. Collective: yes."""
-        self.residuals.synchronize_state()
-
     def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the tensors that `synchronize_state` would make, without changing the state. Collective: yes.
+        """Return the tensors of the state that the residuals would have, were they synchronized. Collective: yes.
 
         They are valid until the next step.
         """
         return self.residuals.synchronized_state()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the exchange's state, tensors and plain values; equal on all ranks after `synchronize_state`."""
+        """Return the exchange's state, tensors and plain values; equal on all ranks if it is synchronized."""
         tensors, values = self.residuals.state_dict()
         return tensors, {**values, **self.sums.values()}
 
@@ -205,14 +184,6 @@ class Engine:
         """Load the exchange's state."""
         self.sums.before_load(values)
         self.residuals.load_state_dict(tensors, values)
-
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters in each collective, by the prefix of its name."""
-        return self.sums.parameters_by_collective()
-
-    def copies(self) -> Mapping[str, int]:
-        """Return how many ranks sum the gradient of a parameter, by name, where it is not all."""
-        return self.sums.copies()
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the exchange, without the gradients."""

@@ -100,7 +100,7 @@ class CodedShards(Residuals):
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return residuals as they are after `synchronize_state`, and exact parameters. Collective: yes."""
-        return self._state([bucket.synchronized_residuals() for bucket in self._buckets])
+        return self._state([bucket.residuals(averaged=True) for bucket in self._buckets])
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the residuals, and the exact parameters that this rank owns if the model's may differ from them."""

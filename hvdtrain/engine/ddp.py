@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.torch_group import end_group, new_group
+from hvdtrain.comm.torch_group import new_group
 from hvdtrain.comm.torch_order import lost_rank, naming_lost_rank
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
@@ -172,7 +172,7 @@ class DdpSums(OneRank):
         """Free DDP and its group."""
         self._remove_hooks()
         self._ddp, self._wrapped = None, []
-        end_group(self._group)
+        dist.destroy_process_group(self._group)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -218,9 +218,8 @@ class DdpSums(OneRank):
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         assert work is not None
         self._under_way.append((name, buffer, sent, work))
-        complete: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.is_cuda else None
-        )
+        devices: Any = [buffer.device] if buffer.is_cuda else None
+        complete: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         complete.set_result(buffer)
         return complete
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.styles import PARTIAL, styles_of
-from hvdtrain.engine.token_exchange import implementation, rows_among
+from hvdtrain.engine.token_exchange import TokenExchange, rows_among
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.tuning import return_freed_memory
 from hvdtrain.state.divided import is_divided, name_of_copies, name_of_parts, take_rows
@@ -91,7 +92,7 @@ def divide_model(
             name = _EXCHANGE
             by_torch = divide is not None or dimensions.pp > 1
             rows = rows_among(comm, ranks, hosts, parts.device, "experts", parts.spans, by_torch=by_torch)
-            EPImplementationInterface.register(name, implementation(rows, equal=isinstance(comm, ImaginedComm)))
+            EPImplementationInterface.register(name, partial(TokenExchange, rows, equal=isinstance(comm, ImaginedComm)))
         apply_expert_parallelism(model, experts, tensors, expert_styles, name)
     layout = dict(model.named_parameters())
 

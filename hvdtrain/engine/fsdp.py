@@ -141,10 +141,6 @@ class FsdpSums(DividedSums):
         self.end_pass()
         if self._collectives is not None:
             self._collectives.finish()
-        return self._deliver()
-
-    def _deliver(self) -> list[Tensor]:
-        """Give the sums of the passes to the optimizer, and return them."""
         if self._groups is not None:
             return self._groups.finish()
         gradients = []

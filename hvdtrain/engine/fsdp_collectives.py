@@ -230,19 +230,19 @@ class _Gathering(dist.Work):
         return True
 
 
-class _Memory:
-    """Allocates what FSDP copies into and out of."""
+class _OfModule:
+    """A collective of one module, and what allocates the memory that FSDP copies into and out of."""
+
+    def __init__(self, collectives: FsdpCollectives, name: str, comm: Comm) -> None:
+        self._collectives, self._name, self._comm = collectives, name, comm
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of any content."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Memory):
+class _AllGather(_OfModule):
     """The all-gather of one module: torch's protocol `AllGather`."""
-
-    def __init__(self, collectives: FsdpCollectives, name: str, comm: Comm) -> None:
-        self._collectives, self._name, self._comm = collectives, name, comm
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -251,18 +251,15 @@ class _AllGather(_Memory):
         return self._collectives.gather(self._name, input_tensor, output_tensor, self._comm)
 
 
-class _ReduceScatter(_Memory):
+class _ReduceScatter(_OfModule):
     """The reduce-scatter of one module: torch's protocol `ReduceScatter`."""
-
-    def __init__(self, collectives: FsdpCollectives, module: str, comm: Comm) -> None:
-        self._collectives, self._module, self._comm = collectives, module, comm
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Begin; `FsdpCollectives.finish_pass` waits."""
         assert op == dist.ReduceOp.SUM and not async_op
-        self._collectives.sum(self._module, input_tensor, output_tensor, self._comm)
+        self._collectives.sum(self._name, input_tensor, output_tensor, self._comm)
 
 
 def make_collectives(parts: EngineParts) -> FsdpCollectives | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -91,7 +89,8 @@ class RowsOfParts(Rows):
 
         def divide(part: nn.Module) -> None:
             for module in _modules_of_experts(part, experts, parts_name, names) if experts != tp else ():
-                module.register_forward_hook(_copy_view)
+                # No view: an operation on one in place removes the hook that gathers for backward.
+                module.register_forward_hook(lambda _, given, output: output.clone() if output._is_view() else output)
                 divide_part(parts, module, copies_of_experts, casts_inputs=False)  # the block has cast tokens
                 self._experts.append(names[module])
             self._divide_rows(part, copies)
@@ -155,13 +154,10 @@ class RowsOfStages(RowsOfParts):
         for name, module in reversed(outside_of_blocks(part).items()):  # children before the modules around them
             if _holds(module.parameters(recurse=False)):
                 divide_part(parts, module, ranks, stays_gathered=True, returns_fp32=not self._stage.is_first)
-                module.register_forward_hook(partial(self._note_run, name))
+                module.register_forward_hook(lambda *_, name=name: self._ran.add(name))
                 _ignore_views(module)
                 assert isinstance(module, FSDPModule)
                 self._outside[name] = module
-
-    def _note_run(self, name: str, *_: object) -> None:
-        self._ran.add(name)
 
     def _gather_outside(self) -> None:
         """Gather what is outside of blocks, before any of it runs. Collective: yes."""
@@ -184,7 +180,7 @@ class RowsOfStages(RowsOfParts):
 
 
 def _ignore_views(module: nn.Module) -> None:
-    """Ignore torch's warning that a module returns a view: it stays gathered after forward. See `_copy_view`."""
+    """Ignore torch's warning that a module returns a view: it stays gathered after forward, or is copied."""
     warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(module).__name__}\) returned a view")
 
 
@@ -209,16 +205,12 @@ def divide_part(
     """
     offload = CPUOffloadPolicy(pin_memory=parts.device.type == "cuda") if parts.plan.offload else OffloadPolicy()
     is_whole = part is parts.model
-    formats = replace(_formats(parts.weights, returns_fp32=returns_fp32 or is_whole), cast_forward_inputs=casts_inputs)
+    formats = MixedPrecisionPolicy(cast_forward_inputs=casts_inputs)
+    if parts.weights is not None:  # forward and backward get parameters in this format; sums and the loss are fp32
+        output = torch.float32 if returns_fp32 or is_whole else None
+        formats = MixedPrecisionPolicy(parts.weights, torch.float32, output, casts_inputs)
     reshards = not (stays_gathered or is_whole)
     fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=formats, offload_policy=offload)
-
-
-def _formats(weights: torch.dtype | None, *, returns_fp32: bool) -> MixedPrecisionPolicy:
-    """Return the formats of a module: forward and backward get parameters as `weights`; sums and the loss are fp32."""
-    if weights is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(weights, torch.float32, torch.float32 if returns_fp32 else None)
 
 
 def _modules_of_experts(
@@ -250,11 +242,6 @@ def _is_of_experts(parameter: nn.Parameter, ranks: int, parts_name: str) -> bool
     by_torch = is_divided(parameter) and on_stages(parameter) is None
     mesh = cast("DTensor", parameter).device_mesh if by_torch else None
     return mesh is not None and (mesh.shape, mesh.mesh_dim_names) == ((ranks,), (parts_name,))
-
-
-def _copy_view(module: nn.Module, given: Any, output: Tensor) -> Tensor:
-    """Return an output that is no view: an operation on one in place removes the hook that gathers for backward."""
-    return output.clone() if output._is_view() else output
 
 
 class _Root(nn.Module):

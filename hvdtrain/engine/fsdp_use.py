@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -53,16 +52,10 @@ class UsedParameters:
             if waiting:
                 divided.unshard()  # FSDP gathers a compiled module only after this; else it has
                 for name in waiting:
-                    self._watch_parameter(name)
+                    whole: Any = self._model.get_parameter(name)
+                    if whole.requires_grad:
+                        hook = whole.register_post_accumulate_grad_hook(lambda _, name=name: self._used.add(name))
+                        self._undo.append(hook.remove)
                 waiting.clear()
 
         self._undo.append(before_forward(cast("nn.Module", divided), begin))
-
-    def _watch_parameter(self, name: str) -> None:
-        whole = self._model.get_parameter(name)
-        if whole.requires_grad:
-            hook = whole.register_post_accumulate_grad_hook(partial(self._note, name))  # type: ignore[no-untyped-call]
-            self._undo.append(hook.remove)
-
-    def _note(self, name: str, _: nn.Parameter) -> None:
-        self._used.add(name)

@@ -64,11 +64,9 @@ class InAllCopies(Sums):
 
     def unused(self) -> list[bool]:
         """Return for each parameter whether it has no gradient."""
-        unused = self.reducer.unused()
-        if self.leaves is None:
-            return unused
-        used = self.leaves.used
-        return [each and name not in used for each, (name, _) in zip(unused, self.reducer.named, strict=True)]
+        used: set[str] = set() if self.leaves is None else self.leaves.used
+        named = self.reducer.named
+        return [each and name not in used for each, (name, _) in zip(self.reducer.unused(), named, strict=True)]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the sums."""

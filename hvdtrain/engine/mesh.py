@@ -13,12 +13,7 @@ from hvdtrain.comm.mesh import comm_among, gather_hosts
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.divisible import (
-    norm_of_parts,
-    own_rows,
-    use_owned,
-    whole_parameters,
-)
+from hvdtrain.engine.divisible import norm_of_parts, own_rows, use_owned, whole_parameters
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.layout import Exchange, Layout
 from hvdtrain.engine.parts import EngineParts

@@ -99,12 +99,8 @@ class OuterExchange:
         self._zeros: Callable[[int], Tensor] = lambda fragment: torch.zeros(lengths[fragment], device=device)
         every = range(len(fragments))
         self.momentum = [self._zeros(number) for number in every] if plan.momentum else []
-        leads = links.leaders is not None
-        self.residuals: dict[tuple[int, int], Tensor] = (
-            {(worker, number): self._zeros(number) for worker in links.served for number in every}
-            if coding is not None and leads
-            else {}
-        )
+        encodes = links.served if coding is not None and links.leaders is not None else ()
+        self.residuals = {(worker, number): self._zeros(number) for worker in encodes for number in every}
         self.pending: dict[int, Tensor] = {}
         self.facts: list[OuterFacts] = []
         self._flights: dict[int, _Flight] = {}
@@ -145,10 +141,8 @@ class OuterExchange:
     def _encode(self, fragment: int, changes: Sequence[Tensor]) -> Tensor:
         """Return the payloads of changes and residuals, (workers, bytes); keep new residuals."""
         assert self._coding is not None
-        length = len(changes[0])
-        payloads = torch.empty(
-            len(changes), self._coding.payload_bytes(length), dtype=torch.uint8, device=changes[0].device
-        )
+        nbytes = self._coding.payload_bytes(len(changes[0]))
+        payloads = torch.empty(len(changes), nbytes, dtype=torch.uint8, device=changes[0].device)
         for worker, change, payload in zip(self._links.served, changes, payloads, strict=True):
             residual = self.residuals[worker, fragment]
             residual.mul_(self._plan.feedback).add_(change)

@@ -126,15 +126,12 @@ class DividedExchange(Exchange):
                 name, _, slot = key.rpartition("/")
                 stored = value.item() if kind == NUMBERS else stored_as(parameters[name], value)
                 state.setdefault(name, {})[slot] = stored
-        indices = self._indices()
+        indices = {name: index for index, name in enumerate(name for names in self._groups for name in names)}
         groups = [
             {**{k: v for k, v in group.items() if k != "params"}, "params": [indices[name] for name in names]}
             for group, names in zip(engine.optimizer.param_groups, self._groups, strict=True)
         ]
         return {"state": {i: state[name] for name, i in indices.items() if name in state}, "param_groups": groups}
-
-    def _indices(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(name for names in self._groups for name in names)}
 
     def load_state_dict(self, own: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> None:
         """Load this rank's part of a whole state, and drop the current step.
@@ -186,7 +183,9 @@ class DividedExchange(Exchange):
                 everywhere=True,
             )
         groups = self.reducer.engine.optimizer.param_groups
-        own = [{k: _plain(v) for k, v in group.items() if k != "params"} for group in groups]
+        own = [
+            {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} for group in groups
+        ]
         sent = broadcast_json(self.reducer.comm, own, name="optimizer/options", root=root)
         for group, values in zip(groups, sent, strict=True):
             for option, value in values.items():
@@ -201,7 +200,3 @@ class DividedExchange(Exchange):
             "parameters cannot be added to an optimizer that is divided among ranks",
             next_step="add them before DistributedOptimizer, frozen until they are trained: requires_grad_(False)",
         )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

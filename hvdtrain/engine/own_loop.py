@@ -15,10 +15,11 @@ from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
 from hvdtrain.errors import CallOrderError, TaskError
 from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, SentGradient, uncompiled
+from hvdtrain.exchange.own_loop import Sums
 
 
-class DividedReducer:
-    """Sums gradients at their owners, as `exchange.reducer.Reducer` does on all ranks, with the same interface.
+class DividedReducer(Sums):
+    """Sums gradients at their owners, as `exchange.reducer.Reducer` does on all ranks.
 
     The gradients of the model are `SentGradient`s from their exchange until they are cleared; those of what this rank
     owns always are, except in `exposed`.
@@ -32,10 +33,6 @@ class DividedReducer:
         weight: of the engine.
         factor: applied to each sum after the exchange.
         sums_each_pass: exchange the gradients of each pass, instead of once a step. All ranks exchange equally often.
-
-    Attributes:
-        before: called once per step, before everything else.
-        over: whether the sums of this step are complete.
     """
 
     def __init__(
@@ -100,11 +97,6 @@ class DividedReducer:
         self._exchange.clear()
         self.over = False
         self._fresh = True
-
-    def _begin_once(self) -> None:
-        if self._fresh:
-            self._fresh = False
-            self.before()
 
     def _before_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """End a pass: a parameter gets another gradient, and the one of the pass before was sent."""
@@ -229,21 +221,12 @@ class DividedReducer:
             return True
         return bool(torch.isfinite(self.engine.norm(self.sums())))
 
-    def total(self, value: float) -> float:
-        """Return a number of this rank, weighted and summed as gradients are. Collective: yes."""
-        number = torch.tensor([value * self._weight], dtype=torch.float64)
-        return float(self.comm.allreduce(number, name=f"{self._name}/total").wait()) * self._factor
-
     def overflow(self, found: Sequence[Tensor]) -> Tensor:
         """Return 1 if one of the numbers that a rank has `found` is not zero, else 0. Collective: yes."""
         any_here = torch.zeros(1, device=self.device)
         for number in found:
             any_here += number.to(self.device)
         return self.comm.allreduce(any_here, name=f"{self._name}/overflow").wait().clamp_(max=1.0).reshape(())
-
-    def set_passes(self, passes: int) -> None:
-        """Expect this many backward passes per step from now on, on every rank."""
-        self._passes = BackwardPasses(passes)
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Refuse other ranks. Errors: TaskError."""
@@ -260,12 +243,12 @@ class DividedReducer:
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
-        self.engine.rescale(factor)
+        self.engine.residuals.rescale(factor)
 
     def synchronize_state(self) -> None:
         """Make the residuals equal on all ranks, and the model's parameters exact. Collective: yes."""
         self._exchange.take_changes()
-        self.engine.synchronize_state()
+        self.engine.residuals.synchronize_state()
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Synchronize the state, and return its tensors. Collective: yes."""

@@ -166,19 +166,14 @@ class PeriodicEngine(Engine):
         for worker in self.links.served:
             parameters = [tensor.clone() for tensor in self._shared]
             self._workers[worker] = _Worker(parameters, [buffer.clone() for buffer in self._shared_buffers])
-        self._let_computing_go_first()
-        fragments = divide([tensor.numel() for tensor in self._shared], self.plan.fragments)
-        self._outer = OuterExchange(self.plan, self.links, self._shared, fragments, self._coding)
-
-    def _let_computing_go_first(self) -> None:
-        """Lower the priority of Horovod's threads where they only exchange fragments while the same cores compute.
-
-        MPI polls while a transfer runs. A rank that waits leaves them its core, whatever their priority.
-        """
         everyone = self.links.everyone
         on_cpu = all(tensor.device.type == "cpu" for tensor in self._shared)
         if self.plan.delay and self.links.group.size == 1 and on_cpu and isinstance(everyone, TimelineComm):
+            # They only exchange fragments while the same cores compute: MPI polls while a transfer runs. A rank that
+            # waits leaves them its core, whatever their priority.
             lower_priority(everyone.started_threads)
+        fragments = divide([tensor.numel() for tensor in self._shared], self.plan.fragments)
+        self._outer = OuterExchange(self.plan, self.links, self._shared, fragments, self._coding)
 
     def _buffers_now(self) -> list[Tensor]:
         return [buffer for module, name in self._buffer_places if (buffer := module._buffers[name]) is not None]
@@ -228,7 +223,13 @@ class PeriodicEngine(Engine):
         """
         assert self._outer is not None
         self.park()
-        self._check_trained()
+        now = {name for name, p in named_parameters(self.optimizer, self._model) if p.requires_grad}
+        if changed := {name for name, _ in self._named} ^ now:
+            raise TaskError(
+                f"the program has frozen or unfrozen parameters: {', '.join(sorted(changed)[:3])}",
+                expected="the same parameters in all steps, because workers exchange the changes of these",
+                next_step="--parallel.sync every_step",
+            )
         self._tokens = [a + b for a, b in zip(self._tokens, tokens, strict=True)]
         number, rest = divmod(self.steps, self.plan.interval)
         if rest and not last:
@@ -245,15 +246,6 @@ class PeriodicEngine(Engine):
         self._share_buffers(weights)
         if last or not self.plan.delay:
             self._apply_due()
-
-    def _check_trained(self) -> None:
-        now = [name for name, p in named_parameters(self.optimizer, self._model) if p.requires_grad]
-        if changed := {name for name, _ in self._named} ^ set(now):
-            raise TaskError(
-                f"the program has frozen or unfrozen parameters: {', '.join(sorted(changed)[:3])}",
-                expected="the same parameters in all steps, because workers exchange the changes of these",
-                next_step="--parallel.sync every_step",
-            )
 
     def _apply_due(self, *, all_of_them: bool = False) -> None:
         assert self._outer is not None

@@ -151,14 +151,10 @@ def _rows(parts: EngineParts) -> None:
     user: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     first: dict[nn.Module, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        is_empty = not parameter.numel() and parameter.requires_grad
         for wrong, what, expected, next_step in (
             (not parameter.dim(), "has no dimension", "shape (1,) or larger", "make it nn.Parameter(torch.ones(1))"),
-            (
-                not parameter.numel() and parameter.requires_grad,
-                "has no elements",
-                "parameters to train with elements",
-                "freeze or delete it",
-            ),
+            (is_empty, "has no elements", "parameters to train with elements", "freeze or delete it"),
             (
                 not parameter.is_contiguous(),
                 "is not contiguous",

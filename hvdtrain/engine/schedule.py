@@ -132,11 +132,8 @@ def with_stages(task: Task, stage: Stage) -> Task:
             stage.use(None)
         return found
 
-    def no_loss() -> tuple[Tensor, float]:
-        return torch.zeros((), device=stage.device), 0.0
-
-    def no_metrics() -> dict[str, tuple[()]]:
-        return dict.fromkeys(task.metric_objects, ())
-
-    metrics = None if task.metrics is None else partial(on_stage, task.metrics, no_metrics)
-    return replace(task, loss=partial(on_stage, task.loss, no_loss), metrics=metrics)
+    loss = partial(on_stage, task.loss, lambda: (torch.zeros((), device=stage.device), 0.0))
+    metrics = None
+    if task.metrics is not None:
+        metrics = partial(on_stage, task.metrics, lambda: dict.fromkeys(task.metric_objects, ()))
+    return replace(task, loss=loss, metrics=metrics)

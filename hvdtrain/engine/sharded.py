@@ -11,11 +11,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.coded_shards import CodedShards
-from hvdtrain.engine.divisible import (
-    norm_of_owned,
-    use_owned,
-    whole_parameters,
-)
+from hvdtrain.engine.divisible import norm_of_owned, use_owned, whole_parameters
 from hvdtrain.engine.layout import Layout
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError

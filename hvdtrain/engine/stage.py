@@ -192,7 +192,8 @@ class Stage:
                 finally:
                     self._dry = None
                 found.append(self._others)
-            if not _equal(*found):
+            first, second = found
+            if len(first) != len(second) or not all(map(torch.equal, first, second)):
                 raise TaskError(
                     f"{self.option} does not support this model: a block takes values that depend on parameters of"
                     " earlier stages, besides the output of the block before",
@@ -346,7 +347,3 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     elif isinstance(value, (Mapping, list, tuple)):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
-
-
-def _equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -83,10 +83,12 @@ class Sums:
     def owned(self) -> Mapping[str, Owned] | None:  # noqa: D102
         return None
 
-    def parameters_by_collective(self) -> dict[str, list[str]]:  # noqa: D102
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters in each collective, by the prefix of its name."""
         return {}
 
-    def copies(self) -> Mapping[str, int]:  # noqa: D102
+    def copies(self) -> Mapping[str, int]:
+        """Return how many ranks sum the gradient of a parameter, by name, where it is not all."""
         return {}
 
     def buffers(self) -> list[Tensor]:  # noqa: D102

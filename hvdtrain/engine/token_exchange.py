@@ -158,8 +158,3 @@ class TokenExchange:
         ones_Q1 = torch.ones(len(own_Q), 1, dtype=inputs_QD.dtype, device=inputs_QD.device)
         outputs: Tensor = self._run(inputs_QD, own_Q.unsqueeze(1), ones_Q1)
         return outputs
-
-
-def implementation(rows: Rows, *, equal: bool = False) -> Callable[..., TokenExchange]:
-    """Return what transformers calls to make the exchange of a layer. `equal`: see `TokenExchange`."""
-    return partial(TokenExchange, rows, equal=equal)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Compressor, Figures, commit_all, is_finite
+from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.residuals import Residuals, is_residual, residual_key
@@ -22,10 +23,6 @@ class DetachedState:
 
     tensors: Mapping[str, Tensor]  # by ``parameter/kind``
     ranks: int  # world size of the job in which all ranks hold this state
-
-    def residuals_only(self, ranks: int) -> DetachedState:
-        """Return this rank's residuals alone, for a job of another world size."""
-        return DetachedState({key: t for key, t in self.tensors.items() if is_residual(key)}, ranks)
 
     def without_keys(self, keys: Collection[str]) -> DetachedState:
         """Return the state without these keys."""
@@ -52,26 +49,34 @@ class DetachedState:
                 tensor.mul_(factor)
 
 
-class ActiveBuckets(Residuals, ABC):
+class ActiveBuckets(Residuals):
     """The buckets in use; none until their plan is known.
 
+    Args:
+        make: makes the exchange of a plan, by the first arguments of `BucketExchange`.
+
     Attributes:
-        ranks: that exchange them.
+        comm: the ranks that exchange them; `ranks` is their number.
+        named: the parameters that are exchanged, with their names.
         exchange: the exchange of the buckets in use.
         detached: state of compressors that belongs to no bucket.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self._known: list[tuple[str, nn.Parameter]] = []
+    def __init__(
+        self,
+        comm: Comm,
+        compression: Compression,
+        make: Callable[..., BucketExchange],
+        weight: float = 1.0,
+        factor: float = 1.0,
+    ) -> None:
+        self.comm, self.ranks = comm, comm.size
+        self._compression, self._make, self._weight, self._factor = compression, make, weight, factor
+        self.named: list[tuple[str, nn.Parameter]] = []
         self.exchange: BucketExchange | None = None
-        self.detached = DetachedState({}, ranks)
+        self.detached = DetachedState({}, comm.size)
         self._delivered: list[str] = []
         self._figures: Figures | None = None
-
-    @abstractmethod
-    def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
-        """Return the exchange of a plan, for the current ranks and parameters."""
 
     def adopt(self, plan: BucketPlan) -> BucketExchange:
         """Make the buckets of a plan and give their compressors the state of their parameters.
@@ -80,14 +85,15 @@ class ActiveBuckets(Residuals, ABC):
         The old buckets are freed first, if nothing else holds them: gradients are views of them.
         """
         self.drop()
-        exchange = self.exchange = self._make_exchange(plan)
+        named = dict(self.named)
+        exchange = self.exchange = self._make(plan, named, self.comm, self._compression, self._weight, self._factor)
         for compressor in exchange.compressors:
             compressor.load_state_dict(self.detached.tensors, self.detached.ranks)
         lossless = [compressor for compressor in exchange.compressors if not compressor.keeps_error]
         names = [p.name for c in lossless for p in c.shape.parts if self.detached.has_residual(p.name)]
         self._delivered = [residual_key(name) for name in names]
         # State of other parameters stays: a frozen parameter may be freed again.
-        self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)
+        self.detached = self.detached.without_parameters(named, self.ranks, keep=self._delivered)
         exchange.add_residuals({name: self.detached.tensors[residual_key(name)] for name in names})
         return exchange
 
@@ -101,9 +107,9 @@ class ActiveBuckets(Residuals, ABC):
 
         Other state of compressors must be equal on all ranks. A rank that joins has none, so it is dropped.
         """
-        self.detached = self._state().residuals_only(ranks)
-        self.exchange = self._figures = None
-        self.ranks = ranks
+        self.drop()
+        residuals = {key: tensor for key, tensor in self.detached.tensors.items() if is_residual(key)}
+        self.detached, self.ranks = DetachedState(residuals, ranks), ranks
 
     def finite(self) -> bool:
         """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from hvdtrain.compression.table import Compression
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import assign_buckets
-from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import Spans
 
 
@@ -36,8 +36,8 @@ class BetweenCopies(ActiveBuckets):
         spans: Spans,
         name: str,
     ) -> None:
-        super().__init__(comm.size)
-        self._known, self._comm, self._compression, self._spans, self._name = named, comm, compression, spans, name
+        super().__init__(comm, compression, partial(BucketExchange, name=name, spans=spans, as_views=True))
+        self.named = named
         self._plan = assign_buckets(named, bucket_bytes, [name for name, _ in named])
         self.adopt(self._plan)
 
@@ -45,12 +45,6 @@ class BetweenCopies(ActiveBuckets):
     def _queue(self) -> BucketExchange:
         assert self.exchange is not None
         return self.exchange
-
-    def _make_exchange(self, plan: BucketPlan) -> BucketExchange:
-        parameters = dict(self._known)
-        return BucketExchange(
-            plan, parameters, self._comm, self._compression, 1.0, 1.0, self._name, self._spans, as_views=True
-        )
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load the residuals of as many copies as the values say."""

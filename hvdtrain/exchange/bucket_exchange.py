@@ -98,7 +98,14 @@ class BucketQueue:
                     bucket.pack(index, self._weight)
                 self._streams[number].record_packed()
                 self._start(number)
-        self._wait_for_all()
+        while self._running:  # advance all; wait for one only if none can advance
+            moved = [number for number in self._running if self._advance(number)]
+            if not moved:
+                moved = [self._running[0]]
+                self._streams[moved[0]].run(self._buckets[moved[0]].wait)
+            for number in moved:
+                self._running.remove(number)
+                self._queue(number)
         for stream in self._streams:
             stream.join()
 
@@ -108,14 +115,13 @@ class BucketQueue:
 
     def _make_room(self, number: int) -> None:
         """Wait for the oldest exchanges until a bucket fits within the limit."""
-        while self._running and self._used_bytes() + self._buckets[number].exchange_bytes > self._limit_bytes:
+        while self._running:
+            exchanged = sum(self._buckets[each].exchange_bytes for each in (*self._running, number))
+            if exchanged + sum(bucket.kept_bytes for bucket in self._buckets) <= self._limit_bytes:
+                return
             first = self._running.popleft()
             self._streams[first].run(self._buckets[first].wait)
             self._queue(first)
-
-    def _used_bytes(self) -> int:
-        running = sum(self._buckets[number].exchange_bytes for number in self._running)
-        return running + sum(bucket.kept_bytes for bucket in self._buckets)
 
     def _start(self, number: int) -> None:
         self._start_ns[number] = self._spans.now()
@@ -131,17 +137,6 @@ class BucketQueue:
             self._running.append(number)
         else:
             self._spans.record("exchange", self._start_ns[number], EXCHANGE + number)
-
-    def _wait_for_all(self) -> None:
-        """Advance all exchanges until they have finished; wait for one only if none can advance."""
-        while self._running:
-            moved = [number for number in self._running if self._advance(number)]
-            if not moved:
-                moved = [self._running[0]]
-                self._streams[moved[0]].run(self._buckets[moved[0]].wait)
-            for number in moved:
-                self._running.remove(number)
-                self._queue(number)
 
 
 class BucketExchange(BucketQueue):

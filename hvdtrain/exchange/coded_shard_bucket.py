@@ -12,7 +12,7 @@ from hvdtrain.compression.base import Phases
 from hvdtrain.compression.coding import Coding
 from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.residuals import residual_key
-from hvdtrain.exchange.shard_bucket import Shard, ShardBucket
+from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.state.exchange_state import MASTER, ROUNDED
 
 
@@ -116,7 +116,7 @@ class CodedShardBucket(ShardBucket):
         """Start to send how much this rank's parameters differ from the model's. Collective: yes."""
         difference = self._zeros(self._segment)
         for shard in self._own:
-            exact = self._exact(shard).to(difference.device)
+            exact = shard.exact.to(difference.device)
             torch.sub(exact, self._model(shard), out=self._own_part(shard).view(difference))
         if self.applied is not None:
             difference.mul_(self.applied)
@@ -138,7 +138,7 @@ class CodedShardBucket(ShardBucket):
     def take_changes(self) -> None:
         """Make exact what a program has written to the model's parameters since their last exchange."""
         for index, shard in enumerate(self._own):
-            model, exact = self._model(shard), self._exact(shard)
+            model, exact = self._model(shard), shard.exact
             if self._seen is None:
                 exact.copy_(model)
             else:
@@ -155,21 +155,12 @@ class CodedShardBucket(ShardBucket):
         super().start_gather()
         super().finish_gather()
         for shard in self._own:
-            self._model(shard).copy_(self._exact(shard))
+            self._model(shard).copy_(shard.exact)
         self._remember()
-
-    def _model(self, shard: Shard) -> Tensor:
-        """Return the values of a shard in the model."""
-        return shard.view(self.layout.parameters[shard.rows.index].detach())
-
-    def _exact(self, shard: Shard) -> Tensor:
-        """Return the exact values of an owned shard."""
-        assert shard.owned is not None
-        return shard.owned.detach()
 
     def masters(self) -> dict[str, Tensor]:
         """Return the exact parameters that this rank owns, not copied."""
-        return {shard.part.name + MASTER: self._exact(shard) for shard in self._own}
+        return {shard.part.name + MASTER: shard.exact for shard in self._own}
 
     def rescale(self, factor: float) -> None:
         """Multiply the residuals."""
@@ -181,22 +172,16 @@ class CodedShardBucket(ShardBucket):
         if self._residual is not None:
             self._average(self._residual)
 
-    def synchronized_residuals(self) -> dict[str, Tensor]:
-        """Return the residuals as `synchronize_state` would make them. Collective: yes."""
-        if self._residual is None:
-            return {}
-        self._average(mean := self._residual.clone())
-        return self._by_name(mean)
-
     def _average(self, residual: Tensor) -> None:
         self._comm.allreduce(residual, name=f"{self.layout.shape.name}/residual").wait()
         residual.div_(self._comm.size)
 
-    def residuals(self) -> dict[str, Tensor]:
-        """Return the residuals of whole parameters."""
-        return {} if self._residual is None else self._by_name(self._residual)
-
-    def _by_name(self, residual: Tensor) -> dict[str, Tensor]:
+    def residuals(self, *, averaged: bool = False) -> dict[str, Tensor]:
+        """Return the residuals of whole parameters, or their mean over ranks. Collective: yes, if `averaged`."""
+        if (residual := self._residual) is None:
+            return {}
+        if averaged:
+            self._average(residual := residual.clone())
         found: dict[str, list[Tensor]] = {}
         for shard in self._shards:
             found.setdefault(residual_key(shard.part.name), []).append(shard.part.view(residual))
@@ -210,7 +195,7 @@ class CodedShardBucket(ShardBucket):
                 if (saved := state.get(residual_key(shard.part.name))) is not None:
                     shard.part.view(self._residual).copy_(shard.view(saved)).mul_(ranks / self._comm.size)
         for shard in self._own:
-            exact, saved = self._exact(shard), state.get(shard.part.name + MASTER, self._model(shard))
+            exact, saved = shard.exact, state.get(shard.part.name + MASTER, self._model(shard))
             exact.copy_(saved if saved.shape == exact.shape else shard.view(saved))  # or whole, from other ranks
 
     def load_rounded(self, state: Mapping[str, Tensor]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -29,12 +28,12 @@ def support_grad_scaler(optimizer: Optimizer, exchange: Exchange) -> None:
     if hasattr(update, "_hvdtrain_wraps"):
         return
 
-    @functools.wraps(unscale)
+    @wraps(unscale)
     def unscale_summed(self: torch.amp.GradScaler, optimizer: Optimizer, *arguments: Any) -> dict[torch.device, Tensor]:
         exchange, own = _exchanges.get(id(optimizer)), partial(unscale, self, optimizer, *arguments)
         return own() if exchange is None else exchange.unscale(own)
 
-    @functools.wraps(update)
+    @wraps(update)
     def update_all(self: torch.amp.GradScaler, new_scale: float | Tensor | None = None) -> None:
         found = [exchange for number in self._per_optimizer_states if (exchange := _exchanges.get(number))]
         found = [exchange for exchange in found if exchange.reducer.keeps_error]

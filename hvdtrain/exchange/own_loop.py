@@ -13,14 +13,36 @@ from torch.optim import Optimizer
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.errors import CallOrderError, ConfigError
+from hvdtrain.exchange.backward_passes import BackwardPasses
 from hvdtrain.exchange.norms import norm, squared_norm
 
 
 class Sums(Protocol):
-    """The sums of the gradients of each step; see `Reducer`."""
+    """The sums of the gradients of each step; for attributes without a text see `Reducer`.
 
+    Attributes:
+        comm: the ranks.
+        before: called once per step, before everything else.
+        over: whether the sums of this step are complete.
+    """
+
+    comm: Comm
     before: Callable[[], None]
     over: bool
+    _fresh: bool  # whether this step has not begun yet
+    _passes: BackwardPasses
+    _name: str
+    _weight: float
+    _factor: float
+
+    def _begin_once(self) -> None:
+        if self._fresh:
+            self._fresh = False
+            self.before()
+
+    def set_passes(self, passes: int) -> None:
+        """Expect this many backward passes per step from now on, on every rank."""
+        self._passes = BackwardPasses(passes)
 
     @property
     def begun(self) -> bool:
@@ -44,6 +66,8 @@ class Sums(Protocol):
 
     def total(self, value: float) -> float:
         """Return a number of this rank, weighted and summed as gradients are. Collective: yes."""
+        number = torch.tensor([value * self._weight], dtype=torch.float64)
+        return float(self.comm.allreduce(number, name=f"{self._name}/total").wait()) * self._factor
 
     def commit(self, *, applied: bool) -> None:
         """Keep the changes of the exchange to the compression's state, or drop them."""
@@ -189,21 +213,18 @@ class Exchange:
         if not self._skip or self.reducer.begun:
             self.sum_up()
         if self.reducer.over and not self.reducer.finite():
-            return self._skip_step()
+            if not self._warned:
+                self._warned = True
+                warnings.warn("skipping a step: its compressed gradients are not finite (shown once)", stacklevel=3)
+            self.reducer.commit(applied=False)
+            self.forget()
+            return None
         result = self._update(update)
         self._end()
         return result
 
     def _update(self, update: Callable[..., Any]) -> Any:
         return update()
-
-    def _skip_step(self) -> None:
-        """Skip the step on all ranks, because its compressed gradients are not finite."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn("skipping a step: its compressed gradients are not finite (shown once)", stacklevel=4)
-        self.reducer.commit(applied=False)
-        self.forget()
 
     def _step_with(self, update: Callable[..., Any], closure: Callable[[], Any]) -> Any:
         if self.reducer.begun:

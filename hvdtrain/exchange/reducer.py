@@ -20,6 +20,7 @@ from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients,
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Named, assign_buckets, sizes_of
 from hvdtrain.exchange.in_order import Leaves
+from hvdtrain.exchange.own_loop import Sums
 from hvdtrain.exchange.residuals import leave_out, residual_key
 from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.spans import Spans
@@ -28,7 +29,7 @@ BUCKET_BYTES = ONE_HOST_MIB << 20
 """Default size limit of a bucket."""
 
 
-class Reducer(ActiveBuckets):
+class Reducer(ActiveBuckets, Sums):
     """Sums gradients over ranks.
 
     Autograd makes a gradient in its own memory. It is then copied once into its bucket, while it is in the cache.
@@ -77,20 +78,14 @@ class Reducer(ActiveBuckets):
         spans: Spans | None = None,
         leaves: Leaves | None = None,
     ) -> None:
-        super().__init__(comm.size)
-        self._leaves = leaves
+        make = partial(BucketExchange, name=name, spans=spans or Spans(), as_views=as_views, leaves=leaves)
+        super().__init__(comm, compression or parse("none"), make, weight, factor)
         self._parameters = parameters
-        self._comm = comm
-        self._compression = compression or parse("none")
         self._bucket_bytes = bucket_bytes
         self._make_plan = partial(assign_buckets, limit_bytes=bucket_bytes, groups=groups)
-        self._weight = weight
-        self._factor = factor
         self._passes = BackwardPasses(passes)
         self._sparse_as_dense = sparse_as_dense
-        self._as_views = as_views
         self._name = name
-        self._spans = spans or Spans()
         self._hooks: list[Any] = []
         self._finished = FinishedGradients(detect_changes=not as_views)
         self.before: Callable[[], None] = lambda: None
@@ -107,7 +102,7 @@ class Reducer(ActiveBuckets):
     def refresh(self) -> None:
         """Read the parameters again, between two steps. Collective: yes, if they have changed."""
         current = list(self._parameters())
-        if len(current) != len(self._known) or any(a[1] is not b[1] for a, b in zip(current, self._known, strict=True)):
+        if len(current) != len(self.named) or any(a[1] is not b[1] for a, b in zip(current, self.named, strict=True)):
             self.synchronize_state()
             self._set_parameters(current)
 
@@ -126,24 +121,14 @@ class Reducer(ActiveBuckets):
         self.over = False
         self._fresh = True
 
-    def _begin_once(self) -> None:
-        """Call `before` once per step, before everything else."""
-        if self._fresh:
-            self._fresh = False
-            self.before()
-
     def switch(self, compression: Compression) -> None:
         """Use another compression from the next step on. Clears gradients. Collective: yes."""
-        for _, parameter in self._known:
+        for _, parameter in self.named:
             parameter.grad = None  # it may be a view of a bucket
         self.synchronize_state()
         self._compression = compression
         if self.exchange is not None:
             self.adopt(self.exchange.plan)
-
-    def set_passes(self, passes: int) -> None:
-        """Expect this many backward passes per step from now on."""
-        self._passes = BackwardPasses(passes)
 
     def collect(self) -> None:
         """Exchange the gradients of the next backward pass, which is the last one of the step."""
@@ -160,10 +145,10 @@ class Reducer(ActiveBuckets):
         """
         self._begin_once()
         self._passes.last = False
-        if self._alone and not self.keeps_error and not any(self.detached.has_residual(n) for n, _ in self._known):
+        if self._alone and not self.keeps_error and not any(self.detached.has_residual(n) for n, _ in self.named):
             self.over = True
             return []
-        self._finished.check_unchanged(self._known)
+        self._finished.check_unchanged(self.named)
         exchange = self.exchange or self._learn()
         sums = exchange.finish()
         self._figures = Figures(exchange.compressors)  # now: the host waits for nothing that the device gets later
@@ -172,23 +157,18 @@ class Reducer(ActiveBuckets):
 
     def unused(self) -> list[bool]:
         """Return for each parameter whether no pass of this step has given it a gradient; before `finish`."""
-        return [parameter.grad is None and name not in self._finished for name, parameter in self._known]
+        return [parameter.grad is None and name not in self._finished for name, parameter in self.named]
 
     def leave_out(self, numbers: Sequence[int]) -> None:
         """Remove the gradients of these parameters, which no rank has used, unless a residual is all of their sum."""
         for number in numbers:
-            name, parameter = self._known[number]
+            name, parameter = self.named[number]
             leave_out(parameter, may_be_residual=self.keeps_error or residual_key(name) in self._delivered)
 
     @property
     def _alone(self) -> bool:
         """Whether it serves a user's loop on one rank, which may change gradients until the step."""
-        return self._comm.size == 1 and self._passes.count > 0
-
-    @property
-    def named(self) -> Named:
-        """The parameters that it exchanges, with their names."""
-        return self._known
+        return self.comm.size == 1 and self._passes.count > 0
 
     @property
     def begun(self) -> bool:
@@ -200,24 +180,19 @@ class Reducer(ActiveBuckets):
         """Whether the compression uses error feedback."""
         return self._compression.kind.feedback
 
-    def total(self, value: float) -> float:
-        """Return a number of this rank, weighted and summed as gradients are. Collective: yes."""
-        number = torch.tensor([value * self._weight], dtype=torch.float64)
-        return float(self._comm.allreduce(number, name=f"{self._name}/total").wait()) * self._factor
-
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load a state. Its plan is ignored if it has other parameters or another size of buckets."""
         self.exchange = self._figures = None
         self.detached = DetachedState(tensors, int(values["ranks"]))
         if (saved := values["plan"]) is not None:
             loaded = msgspec.convert(saved, BucketPlan)
-            if loaded.fits(sizes_of(self._known)) and loaded.limit_bytes == self._bucket_bytes:
+            if loaded.fits(sizes_of(self.named)) and loaded.limit_bytes == self._bucket_bytes:
                 with_residual = [name for name in loaded.rows if self.detached.has_residual(name)]
                 self.adopt(loaded.without_rows(with_residual))
 
     def restart(self, comm: Comm, weight: float, factor: float) -> None:
         """Drop the current step and continue with other ranks; this rank keeps its residuals."""
-        self._comm, self._weight, self._factor = comm, weight, factor
+        self.comm, self._weight, self._factor = comm, weight, factor
         self.drop_all_but_residuals(comm.size)
         self.forget()
 
@@ -231,27 +206,24 @@ class Reducer(ActiveBuckets):
         """Exchange these parameters from now on; the next step learns their order."""
         self.drop()
         self.close()
-        self._known = named
+        self.named = named
         for name, parameter in named:
             # Its hooks come after those of the parameter, which may change the gradient. The parameter does not own it.
             with torch.enable_grad():
                 node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            hook = uncompiled(self._hook(name, parameter))
+            hook = uncompiled(partial(self._on_gradient, name, parameter))
             self._hooks.append((node.register_hook(hook), node))
 
-    def _hook(self, name: str, parameter: nn.Parameter) -> Callable[..., None]:
-        def on_gradient(*_: Any) -> None:
-            if self.over and self._passes.count:
-                self.commit(applied=False)
-                self.forget()
-            self._begin_once()
-            if not self._passes.record_gradient(name) or self._alone:
-                return
-            self._finished.add(name, parameter.grad)
-            if (exchange := self.exchange) is not None:
-                exchange.add_gradient(name)
-
-        return on_gradient
+    def _on_gradient(self, name: str, parameter: nn.Parameter, *_: Any) -> None:
+        if self.over and self._passes.count:
+            self.commit(applied=False)
+            self.forget()
+        self._begin_once()
+        if not self._passes.record_gradient(name) or self._alone:
+            return
+        self._finished.add(name, parameter.grad)
+        if (exchange := self.exchange) is not None:
+            exchange.add_gradient(name)
 
     def _learn(self) -> BucketExchange:
         """Agree with the other ranks on a plan. Collective: yes.
@@ -260,8 +232,8 @@ class Reducer(ActiveBuckets):
         """
         try:
             agreed = agree_on_plan(
-                self._comm,
-                self._known,
+                self.comm,
+                self.named,
                 self._make_plan,
                 list(self._finished),
                 self.detached.has_residual,
@@ -269,19 +241,5 @@ class Reducer(ActiveBuckets):
                 sparse_as_dense=self._sparse_as_dense,
             )
         except JoinedError:
-            agreed, self._provisional = self._make_plan(self._known), True
+            agreed, self._provisional = self._make_plan(self.named), True
         return self.adopt(agreed)
-
-    def _make_exchange(self, agreed: BucketPlan) -> BucketExchange:
-        return BucketExchange(
-            agreed,
-            dict(self._known),
-            self._comm,
-            self._compression,
-            self._weight,
-            self._factor,
-            self._name,
-            self._spans,
-            as_views=self._as_views,
-            leaves=self._leaves,
-        )

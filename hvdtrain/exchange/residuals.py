@@ -19,10 +19,10 @@ class Residuals:
         """End the step: keep the new residuals if it was applied, else the old ones."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply all residuals."""
+        """Multiply all residuals by `factor`, as the caller does with all later gradients."""
 
     def synchronize_state(self) -> None:
-        """Make them equal on all ranks that share them. Collective: yes."""
+        """Make them equal on all ranks that share them, so that one rank can save them. Collective: yes."""
 
     def synchronized_state(self) -> dict[str, Tensor]:
         """Return them as they would be then. Collective: yes."""

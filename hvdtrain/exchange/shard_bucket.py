@@ -32,6 +32,12 @@ class Shard:
         """Return these rows of a tensor with the parameter's shape."""
         return parameter[self.rows.begin : self.rows.end] if parameter.dim() else parameter
 
+    @property
+    def exact(self) -> Tensor:
+        """The owner's values."""
+        assert self.owned is not None
+        return self.owned.detach()
+
 
 class ShardBucket(Bucket):
     """Gradients of one dtype and device that a reduce-scatter sums, and their parameters, which an allgather spreads.
@@ -173,16 +179,18 @@ class ShardBucket(Bucket):
     def read_model(self) -> None:
         """Make owned parameters on the host equal to the model's, which were loaded."""
         for shard in self._own if self._on_host else ():
-            assert shard.owned is not None
-            shard.owned.detach().copy_(shard.view(self.layout.parameters[shard.rows.index].detach()))
+            shard.exact.copy_(self._model(shard))
+
+    def _model(self, shard: Shard) -> Tensor:
+        """Return the values of a shard in the model."""
+        return shard.view(self.layout.parameters[shard.rows.index].detach())
 
     def start_gather(self) -> None:
         """Start to send this rank's parameters to all ranks. Collective: yes."""
         shape = self.layout.shape
         sent = torch.empty(self._segment, dtype=shape.dtype, device=shape.device)
         for shard in self._own:
-            assert shard.owned is not None
-            self._own_part(shard).view(sent).copy_(shard.owned.detach())
+            self._own_part(shard).view(sent).copy_(shard.exact)
         self._gather = sent, self._comm.allgather(sent, name=f"{shape.name}/parameters")
 
     @property
@@ -214,10 +222,7 @@ class ShardBucket(Bucket):
         others = [shard for shard in self._shards if shard.owned is None or self._on_host]
         if others:
             # In place: autograd then refuses a backward pass for which a parameter was read too early.
-            torch._foreach_copy_(
-                [shard.view(self.layout.parameters[shard.rows.index].detach()) for shard in others],
-                [shard.part.view(received) for shard in others],
-            )
+            torch._foreach_copy_(list(map(self._model, others)), [shard.part.view(received) for shard in others])
 
     def buffers(self) -> list[Tensor]:
         """Return the memory in use."""

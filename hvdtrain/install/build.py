@@ -26,7 +26,7 @@ from hvdtrain.install import record
 from hvdtrain.install.build_plan import DROPPED_PREFIXES, SDIST_SHA256, BuildPlan, proof_step
 from hvdtrain.install.build_probe import find_mpi
 from hvdtrain.install.prerequisites import NEEDED_BYTES, OTHER_CACHE, Probe
-from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord, installed
+from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, installed
 from hvdtrain.install.steps import Say, Step, run, timed
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
@@ -87,7 +87,11 @@ def pending(plan: BuildPlan, *, prove: bool = True) -> tuple[Step, ...]:
 
     Errors: BuildError if the wheel in the cache cannot be trusted.
     """
-    done = {"proof": not (prove and plan.provable), "install": _is_installed(plan, installed())}
+    found = installed()
+    source = unquote(found.source or "") if found is not None and found.version == plan.version else ""
+    # The path of the MPI is in the key, not in the version.
+    is_installed = source.endswith(f"/{plan.key}/{plan.wheel.name}")
+    done = {"proof": not (prove and plan.provable), "install": is_installed}
     done["compile"] = done["toolkit"] = done["install"] or _is_ours(plan.wheel)
     done["sdist"] = done["compile"] or digest(plan.sdist) == SDIST_SHA256
     return tuple(step for step in plan.steps if not done.get(step.name, False))
@@ -109,12 +113,6 @@ def _is_ours(wheel: Path) -> bool:
                 f" chmod go-w {shlex.quote(str(path))}",
             )
     return True
-
-
-def _is_installed(plan: BuildPlan, found: BuildRecord | None) -> bool:
-    """Tell whether exactly this wheel is installed. The path of the MPI is in the key, not in the version."""
-    source = unquote(found.source or "") if found is not None and found.version == plan.version else ""
-    return source.endswith(f"/{plan.key}/{plan.wheel.name}")
 
 
 def check_sdist(path: Path) -> None:

@@ -23,11 +23,7 @@ RECIPE = f"10 {compiler.digest()}"
 # Variables that the build does not inherit: settings of other builds, and of a `make` that calls us.
 DROPPED_PREFIXES = ("HOROVOD_", "MAKE", "MFLAGS", "GNUMAKEFLAGS", "OMPI_COMM_", "PMI_", "PMIX_RANK", "PMIX_NAMESPACE")
 
-GPU_MEANINGS = {
-    "nccl": "nccl",
-    "copy": "copied through CPU memory",
-    "none": "none, it exchanges CPU tensors only",
-}
+GPU_MEANINGS = {"nccl": "nccl", "copy": "copied through CPU memory", "none": "none, it exchanges CPU tensors only"}
 """How a Horovod exchanges GPU tensors."""
 
 _BARE = ("--no-deps", "--no-build-isolation")  # Horovod's setup.py imports torch

@@ -209,7 +209,12 @@ def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: S
     sdist = folder.packages / SDIST
     if digest(sdist) != SDIST_SHA256:
         say(f"fetching {SDIST}")
-        folder.add(_sdist(source, pip))
+        if digest(source.cached_sdist) == SDIST_SHA256:
+            fetched = Path(shutil.copyfile(source.cached_sdist, pip.folder / SDIST))
+        else:
+            fetched = pip.download_sdist()
+            check_sdist(fetched)
+        folder.add(fetched)
     needed = sum(_unpacked(wheel) for wheel in wheels.values()) + NEEDED_BYTES
     manifest = {
         "format": FORMAT,
@@ -220,15 +225,6 @@ def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: S
         "needed_bytes": needed,
     }
     return folder.finish({sdist, *wheels.values()}, manifest, script(target, needed))
-
-
-def _sdist(source: Source, pip: Pip) -> Path:
-    """Return Horovod's released source, from the cache of builds or the registry, in the folder for partial files."""
-    if digest(source.cached_sdist) == SDIST_SHA256:
-        return Path(shutil.copyfile(source.cached_sdist, pip.folder / SDIST))
-    fetched = pip.download_sdist()
-    check_sdist(fetched)
-    return fetched
 
 
 def script(target: Target, needed_bytes: int) -> str:

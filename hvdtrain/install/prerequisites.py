@@ -170,7 +170,15 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
         version = f"{digits[:-1]}.{digits[-1]}"  # torch's of CUDA, such as 13.0
         home = Path("cuda/nvidia") / f"cu{_TOOLKIT_MAJOR}"
         cuda, toolkit = FoundCuda(home, version, _TOOLKIT_ARCHS), f"{TOOLKIT}=={version}.*"
-    check_cache(probe, NEEDED_BYTES + (_TOOLKIT_BYTES if toolkit else 0))
+    needed_bytes = NEEDED_BYTES + (_TOOLKIT_BYTES if toolkit else 0)
+    if probe.cache_problem or probe.free_bytes < needed_bytes:
+        full = "There is not enough free disk space to build Horovod."
+        raise BuildError(
+            "The folder of the cache is not writable." if probe.cache_problem else full,
+            expected=f"{needed_bytes / 2**30:.1f} GiB in {probe.cache}",
+            found=probe.cache_problem or f"{probe.free_bytes / 2**30:.1f} GiB",
+            next_step=OTHER_CACHE,
+        )
     with_cuda = operations != "none"
     return Ready(
         torch=probe.torch,
@@ -185,18 +193,6 @@ def check_prerequisites(probe: Probe, gpu: str) -> Ready:
         cuda_archs=_cuda_archs(probe, cuda) if with_cuda else "",
         nccl=probe.nccl if operations == "nccl" else None,
     )
-
-
-def check_cache(probe: Probe, needed_bytes: int) -> None:
-    """Check that the cache can hold a build. Errors: BuildError if it is not writable, or its disk is full."""
-    if probe.cache_problem or probe.free_bytes < needed_bytes:
-        full = "There is not enough free disk space to build Horovod."
-        raise BuildError(
-            "The folder of the cache is not writable." if probe.cache_problem else full,
-            expected=f"{needed_bytes / 2**30:.1f} GiB in {probe.cache}",
-            found=probe.cache_problem or f"{probe.free_bytes / 2**30:.1f} GiB",
-            next_step=OTHER_CACHE,
-        )
 
 
 def _compiler(probe: Probe) -> FoundCompiler:

@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hvdtrain.errors import BuildError
-from hvdtrain.files import write_text
+from hvdtrain.files import read_object, write_text
 from hvdtrain.install.build_plan import HOROVOD, RECIPE
 from hvdtrain.install.build_probe import find_compiler, find_mpi, find_torch
 from hvdtrain.install.steps import Say, Step, run, timed
@@ -75,13 +75,13 @@ def _module_folders(environ: Mapping[str, str], venv: Path) -> list[str]:
 
 def recorded_interpreter(venv: Path) -> str | None:
     """Return the interpreter that created the environment, if it still exists."""
-    found = _stamp(venv).get("python")
-    return found if found and Path(found).exists() else None
+    found = read_object(venv / _STAMP).get("python")
+    return str(found) if found and Path(found).exists() else None
 
 
 def is_current(project: Path, venv: Path) -> bool:
     """Tell whether the running interpreter set the environment up and nothing has changed since."""
-    stamp = _stamp(venv)
+    stamp = read_object(venv / _STAMP)
     return all(stamp.get(name) == value for name, value in _inputs(project).items())
 
 
@@ -92,7 +92,7 @@ def install(project: Path, venv: Path, environ: Mapping[str, str], say: Say) -> 
     BuildError if something is missing, or a command failed.
     """
     check_requirements(project, environ)
-    stamp = _stamp(venv)
+    stamp = read_object(venv / _STAMP)
     if venv.exists() and stamp.get("prefix") != sys.prefix:
         if any(venv.iterdir()) and not (venv / "setup.log").exists():
             raise BuildError(f"{venv} exists and was not created by this project.", next_step=f"move {venv} away")
@@ -185,11 +185,3 @@ def _inputs(project: Path) -> dict[str, str]:
     files = [project / "setup.cfg", project / "constraints.txt", Path(__file__)]
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     return {"format": "1", "prefix": sys.prefix, "inputs": digest, "horovod": f"{HOROVOD}, recipe {RECIPE}"}
-
-
-def _stamp(venv: Path) -> dict[str, str]:
-    try:
-        content = json.loads((venv / _STAMP).read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,14 +53,8 @@ def drain_hosts(file: Path) -> None:
         started.wait()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; 0."""
-    if argv[0] == "--hosts":
-        drain_hosts(Path(argv[1]))
-    else:
-        drain(int(argv[0]))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1] == "--hosts":
+        drain_hosts(Path(sys.argv[2]))
+    else:
+        drain(int(sys.argv[1]))

@@ -22,7 +22,7 @@ from hvdtrain.launch.job_output import EventLog, Screen
 from hvdtrain.launch.membership import Membership
 from hvdtrain.launch.worker_plan import WorkerPlan, agent_command, hello_message, rank_environment, starting_environment
 from hvdtrain.runtime.channel import BEAT_S, encode_message
-from hvdtrain.runtime.interfaces import interface_to, shared_fabric
+from hvdtrain.runtime.interfaces import interface_of, shared_fabric, source_to
 
 _TICK_S = 0.1
 _REST = 9
@@ -70,7 +70,9 @@ class Driver:
                 began_s = time.monotonic()
                 self._execute(self._members.tick(heard_s))
                 self._next_tick_s = time.monotonic() + min(_TICK_S, _REST * (time.monotonic() - began_s))
-                self._beat()
+                if (now_s := time.monotonic()) - self._beat_s >= BEAT_S:
+                    self._beat_s = now_s
+                    self._send_all("beat")
                 heard_s = self._handle_all()
             return self._code
         finally:
@@ -214,7 +216,7 @@ class Driver:
             return self._plan.job.interface or link.networks[fabric]
         if link.host not in self._plan.local:
             return link.interface
-        return interface_to(self._links[away].address)
+        return interface_of(source_to(self._links[away].address))
 
     def _start_agent(self, host: str) -> None:
         argv, environment = agent_command(self._plan, host), starting_environment(self._plan, host)
@@ -235,12 +237,6 @@ class Driver:
         data = encode_message(kind, facts)
         for link in self._links.values():
             link.write(data)
-
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._beat_s >= BEAT_S:
-            self._beat_s = now
-            self._send_all("beat")
 
     def _close(self) -> None:
         """Close all agents, and show the ranks' last lines."""

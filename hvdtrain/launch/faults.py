@@ -101,13 +101,10 @@ def _can_continue(job: Job, without: Host | None = None) -> bool:
     if job.phase is not Phase.RUNNING:
         return False
     left = [w for w in job.workers.values() if without is None or w.host != without.name]
-    return bool(left) or _untried(job) if job.is_fresh else any(map(job.is_member, left))
-
-
-def _untried(job: Job) -> bool:
-    """Check whether a slot has not failed since the start, or there are no slots."""
+    if not job.is_fresh:
+        return any(map(job.is_member, left))
     failed = [h.failed or h.slot_at(i).failed for h in job.hosts.values() for i in range(h.slots)]
-    return not all(failed) or not failed
+    return bool(left) or not all(failed) or not failed  # a slot has not failed since the start, or there are none
 
 
 def reset_heartbeats(job: Job) -> None:
@@ -132,7 +129,9 @@ def check_hangs(job: Job) -> None:
         for worker in _blocking_workers(job):
             why = f"it has made no progress for {worker.idle_s:.0f} s, and the others wait for it"
             kill_hung(job, worker, why, _STACKS_S)
-        _break_stuck_round(job)
+        timeout, inside = job.limits.hang_timeout_s, job.in_round()
+        if timeout and inside and all(w.waiting and w.idle_s > timeout for w in inside):  # none will ever complete
+            break_round(job, f"all ranks have waited in a collective for more than {timeout:.0f} s")
         for worker in list(job.staying()):
             if not worker.joined and not worker.round and job.now_s - worker.started_s >= job.limits.start_timeout_s:
                 why = f"it has not asked for a place within {job.limits.start_timeout_s:.0f} s"
@@ -194,11 +193,3 @@ def _is_computing(job: Job, worker: Worker, idle_s: float) -> bool:
     since_s = job.now_s - idle_s
     seen_since_s = max(since_s + EVERY_S, job.now_s - _WORKED_S)  # CPU time before its last progress does not count
     return worker.busy_s >= seen_since_s and idle_s <= WORKING_TIMES * job.limits.hang_timeout_s
-
-
-def _break_stuck_round(job: Job) -> None:
-    """Break the round when all ranks wait in collectives that never complete; all continue from their current state."""
-    timeout = job.limits.hang_timeout_s
-    inside = job.in_round()
-    if timeout and inside and all(w.waiting and w.idle_s > timeout for w in inside):
-        break_round(job, f"all ranks have waited in a collective for more than {timeout:.0f} s")

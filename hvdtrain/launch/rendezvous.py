@@ -111,37 +111,18 @@ class Rendezvous:
         """Start to serve."""
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop serving."""
-        self._run_in_thread(self._loop.stop)
-        self._thread.join()
-
     def open(self, number: int, keys: Mapping[str, bytes]) -> None:
         """Begin a round with `keys`; drop those of the round before. Number 0: no round."""
-        self._run_in_thread(lambda: self._store.open(number, keys))
+        self._loop.call_soon_threadsafe(self._store.open, number, keys)
 
     def add(self, number: int, keys: Mapping[str, bytes]) -> None:
         """Store values from ranks of other hosts."""
-        self._run_in_thread(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
-
-    def _run_in_thread(self, act: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # it has ended
-            self._loop.call_soon_threadsafe(act)
+        self._loop.call_soon_threadsafe(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
 
     def _serve(self) -> None:
         self._listen()
         self._tick()
         self._loop.run_forever()
-        self._loop.run_until_complete(self._close_all())
-        self._loop.close()
-        self._listener.close()
-
-    async def _close_all(self) -> None:
-        await asyncio.sleep(0)  # a task that is cancelled before its start would not close its connection
-        for task in self._until_s:
-            task.cancel()
-        while self._until_s:
-            await asyncio.sleep(0)
 
     def _tick(self) -> None:
         for task in [task for task, until_s in self._until_s.items() if self._loop.time() >= until_s]:

@@ -70,13 +70,8 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the program with its restarts and return its last exit code."""
-    restarts = Restarts(argv[1:], int(argv[0]))
+if __name__ == "__main__":
+    restarts = Restarts(sys.argv[2:], int(sys.argv[1]))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, restarts.forward)
-    return restarts.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(restarts.run())

@@ -129,20 +129,14 @@ def start_round(job: Job, chosen: list[Worker]) -> None:
         worker.idle_s, worker.waiting, worker.entered_s = 0.0, False, job.now_s
         facts = {"round": job.round, **place, "host": worker.host, "timeout_s": limits.gloo_timeout(len(chosen))}
         job.send(worker, "round", **facts)
-    _report_round(job, chosen, old)
-    job.size, job.is_fresh, job.broken, job.changed = len(chosen), False, False, False
-    job.fault_s, job.short_s, job.wish = None, None, frozenset()
-
-
-def _report_round(job: Job, chosen: list[Worker], old: int) -> None:
-    hosts = len({w.host for w in chosen})
-    what = f"round {job.round}: {len(chosen)} rank(s) on {hosts} host(s)"
+    what = f"round {job.round}: {len(chosen)} rank(s) on {len({w.host for w in chosen})} host(s)"
     if job.fault_s is not None:
         what += f", {job.now_s - job.fault_s:.2f} s after the fault"
     elif old:
         what += f", {old} rank(s) before"
-    facts = {"round": job.round, "size": len(chosen), "workers": [w.number for w in chosen]}
-    job.log_event("round", what, **facts)
+    job.log_event("round", what, round=job.round, size=len(chosen), workers=[w.number for w in chosen])
+    job.size, job.is_fresh, job.broken, job.changed = len(chosen), False, False, False
+    job.fault_s, job.short_s, job.wish = None, None, frozenset()
 
 
 def order(workers: Sequence[Worker], hosts: Mapping[str, Host]) -> list[Worker]:

@@ -103,7 +103,17 @@ def parse_site(text: bytes, path: Path) -> Site:
     options, environment = (_mapping(path, key, content.get(key) or {}) for key in ("options", "environment"))
     for name, value in options.items():
         options[name] = value if isinstance(value, str) else _texts(path, f"options: {name}", value)
-    _check_variables(path, environment)
+    for name, value in environment.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not isinstance(value, str):
+            found = f"{name}: {value!r}"[:100]
+            raise wrong(path, "environment is invalid", expected="lines NAME: VALUE", found=found)
+    if secrets := secret_variables(environment):
+        raise wrong(
+            path,
+            f"{', '.join(secrets)} looks like a secret, and values in a profile are written to scripts",
+            expected="variables that are no secrets",
+            next_step="write it to a file that only you can read, and have the job read that: such as ~/.netrc",
+        )
     return Site(path.stem, path, options=options, environment=environment, **lists)
 
 
@@ -133,20 +143,6 @@ def _mapping(path: Path, key: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise wrong(path, f"{key} is invalid", expected="lines NAME: VALUE", found=repr(value)[:100])
     return value
-
-
-def _check_variables(path: Path, environment: Mapping[str, Any]) -> None:
-    for name, value in environment.items():
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or not isinstance(value, str):
-            found = f"{name}: {value!r}"[:100]
-            raise wrong(path, "environment is invalid", expected="lines NAME: VALUE", found=found)
-    if secrets := secret_variables(environment):
-        raise wrong(
-            path,
-            f"{', '.join(secrets)} looks like a secret, and values in a profile are written to scripts",
-            expected="variables that are no secrets",
-            next_step="write it to a file that only you can read, and have the job read that: such as ~/.netrc",
-        )
 
 
 def _folders(environ: Mapping[str, str]) -> list[Path]:

@@ -32,10 +32,7 @@ from hvdtrain.programs import run_program
 from hvdtrain.runtime.environment import horovod_numbers
 
 SSH = "ssh"
-JOBS: Mapping[str, tuple[str, str]] = {
-    "srun": ("Slurm", "SLURM_JOB_ID"),
-    "blaunch": ("LSF", "LSB_JOBID"),
-}
+JOBS: Mapping[str, tuple[str, str]] = {"srun": ("Slurm", "SLURM_JOB_ID"), "blaunch": ("LSF", "LSB_JOBID")}
 """Programs that start agents: their scheduler, and the variable that is set inside its allocations."""
 
 _FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")  # variables that name a file with one line per slot of an allocation

@@ -5,7 +5,7 @@ What depends on the model, the optimizer or the device is refused where these ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from operator import attrgetter
@@ -24,6 +24,7 @@ _BY_ROWS = tuple(name for name in TABLE if name != "powersgd")
 _WITHOUT_FEEDBACK = tuple(name for name, kind in TABLE.items() if not kind.feedback)
 _BY_ELEMENT = ("none", "fp16", "bf16")
 _OF_DDP = ("none", "fp16", "bf16", "powersgd")
+_ALL = ("tp", "ep", "cp", "pp")  # dimensions of ranks
 
 INSTEAD: Mapping[str, tuple[Any, ...]] = {
     "parallel.engine": ("horovod", "fsdp", "ddp"),
@@ -138,13 +139,9 @@ def check_compression(text: str) -> None:
         raise ConfigError(error.what, expected=f"{error.expected}, {AUTO}", next_step=error.next_step) from None
 
 
-def _mesh(plan: Plan) -> tuple[str, ...]:
-    """Return the options of ranks that hold parts of the model."""
-    return tuple(f"parallel.{name}" for name in ("tp", "ep", "pp") if getattr(plan.dimensions, name) > 1)
-
-
-def _all_dimensions(plan: Plan) -> tuple[str, ...]:
-    return tuple(f"parallel.{name}" for name in ("tp", "ep", "cp", "pp") if getattr(plan.dimensions, name) > 1)
+def _mesh(plan: Plan, names: Sequence[str] = ("tp", "ep", "pp")) -> tuple[str, ...]:
+    """Return the options of ranks that hold parts of the model, or those of these dimensions."""
+    return tuple(f"parallel.{name}" for name in names if getattr(plan.dimensions, name) > 1)
 
 
 def _those(*rows: tuple[bool, tuple[str, ...], str]) -> _Found:
@@ -220,7 +217,7 @@ def _changing_ranks(plan: Plan) -> _Found:
     if not plan.elastic:
         return
     engine = ["parallel.engine"] if plan.engine != "horovod" else []
-    for name in (*engine, *_all_dimensions(plan)):
+    for name in (*engine, *_mesh(plan, _ALL)):
         yield Refusal((name, ELASTIC), "its number of ranks is constant")
 
 
@@ -232,7 +229,7 @@ def _balance(plan: Plan) -> _Found:
         yield Refusal(("parallel.engine" if plan.engine == "fsdp" else "parallel.shard", "parallel.balance"), because)
     if plan.engine == "ddp" and plan.compression.startswith("powersgd"):
         yield Refusal(("parallel.compression", "parallel.balance"), because)
-    for name in _all_dimensions(plan):
+    for name in _mesh(plan, _ALL):
         yield Refusal((name, "parallel.balance"), because)
 
 
@@ -241,7 +238,7 @@ def _workers(plan: Plan) -> _Found:
         return
     whole = "workers that train apart have whole parameters"
     divided = ["parallel.engine"] if plan.engine != "horovod" else ["parallel.shard"] if plan.shard != "none" else []
-    for name in (*divided, *_all_dimensions(plan)):
+    for name in (*divided, *_mesh(plan, _ALL)):
         yield Refusal((name, "parallel.sync"), whole)
     sync, equal = "parallel.sync", "workers have equal shares, or those of --outer.shares"
     yield from _those(
@@ -268,7 +265,7 @@ def _bits(plan: Plan) -> _Found:
         (plan.compression != "none", (bits, "parallel.compression"), lossy),
         (plan.engine == "ddp", (bits, "parallel.engine"), "torch's DDP sums in the order of ranks"),
         (plan.dp_shard is not None, (bits, "parallel.dp_shard"), "sums between groups are not yet there with it"),
-        *((True, (bits, name), together) for name in _all_dimensions(plan)),
+        *((True, (bits, name), together) for name in _mesh(plan, _ALL)),
         (plan.outer is not None, (bits, "parallel.sync"), "workers that train apart do not sum gradients"),
         (plan.compiled, (bits, "train.compile"), "compiled code depends on the shapes that a rank has seen"),
         (plan.offload and by_fsdp, (bits, "parallel.engine", "memory.offload"), "torch copies sums before their end"),

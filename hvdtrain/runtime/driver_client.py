@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -91,7 +92,6 @@ class DriverClient:
         self._broken = 0
         self._leaving = False
         self._lock = threading.Lock()
-        self._closed = threading.Event()
 
     def start(self) -> DriverClient:
         """Start the threads."""
@@ -154,12 +154,6 @@ class DriverClient:
         """Report that a rank of this round has computed wrong bits."""
         self._channel.send("wrong", round=self.round, rank=rank)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._leaving = True
-        self._closed.set()
-        self._channel.close()
-
     def _listen(self) -> None:
         for message in self._channel.messages():
             self._handle(message)
@@ -191,7 +185,8 @@ class DriverClient:
             os.kill(os.getpid(), signal.Signals[str(message["signal"])])
 
     def _send_heartbeats(self) -> None:
-        while not self._closed.wait(BEAT_S):
+        while True:
+            time.sleep(BEAT_S)
             beat = self.heartbeat
             facts = {"step": beat.step(), "idle_s": round(beat.idle_s(), 3), "waiting": beat.waiting()}
             self._channel.send("alive", round=self.round, **facts)

@@ -23,7 +23,6 @@ from hvdtrain.errors import listed
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.runtime.threads import thread_ids
 
-SYS = Path("/sys")
 _COLUMNS = 80
 _MOST_HOSTS = 3
 
@@ -140,12 +139,12 @@ class Binding:
     kept: str = ""  # the problem for which it keeps its mask; empty if it is bound
 
 
-def cores_near(pci_address: str, sys: Path = SYS) -> frozenset[int]:
+def cores_near(pci_address: str, sys: Path) -> frozenset[int]:
     """Return the cores near a PCI device such as ``0000:1B:00.0``; empty if the kernel does not list them."""
     return cpu_list(read_text_or_empty(sys / "bus/pci/devices" / pci_address.lower() / "local_cpulist"))
 
 
-def numa_domains(sys: Path = SYS) -> list[frozenset[int]]:
+def numa_domains(sys: Path) -> list[frozenset[int]]:
     """Return the cores of each NUMA domain, less domains without cores, such as the memory of a GH200's GPU."""
     nodes = [node for node in (sys / "devices/system/node").glob("node*") if node.name[4:].isdigit()]
     found = (cpu_list(read_text_or_empty(node / "cpulist")) for node in sorted(nodes, key=lambda n: int(n.name[4:])))

@@ -75,11 +75,6 @@ def interface_of(address: str) -> str:
     return next((name for name, found in _addresses() if found == wanted), "")
 
 
-def interface_to(address: str) -> str:
-    """Return the interface by which packets to an IP address leave, "" without a route. Sends nothing."""
-    return interface_of(source_to(address))
-
-
 def source_to(address: str) -> str:
     """Return this host's address for packets to an IP address, "" without a route. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -154,6 +149,6 @@ def bind_torch(address: str) -> None:
 
     Without this it listens at the address of this host's name, which may be that of another network, or 127.0.1.1.
     """
-    interface = interface_to(address) if address else ""
+    interface = interface_of(source_to(address)) if address else ""
     if interface and _TORCH_INTERFACE not in environ():
         change_variables({_TORCH_INTERFACE: interface})

@@ -56,12 +56,8 @@ class Exchange(Protocol):
     def keeps(self, key: str) -> bool:
         """Return whether this rank has use for a tensor of the state."""
 
-    def synchronize_state(self) -> None:
-        """Make the state equal on all ranks. Collective: yes."""
-        return
-
     def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the tensors that `synchronize_state` would produce, without changing any. Collective: yes.
+        """Return the tensors of a state that is equal on all ranks, without changing any. Collective: yes.
 
         They are valid until the next step.
         """

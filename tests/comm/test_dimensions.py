@@ -167,7 +167,7 @@ def test_one_group_needs_no_other_communicators(size: int, dp_shard: int | None)
     assert mesh_groups(size, dp_shard) == []
 
     def body(comm: ThreadComm) -> None:
-        assert make_mesh(comm, dp_shard) == Mesh(comm, comm, list(range(size)))
+        assert make_mesh(comm, dp_shard) == Mesh(comm, list(range(size)))
 
     on_ranks(size, body)
 

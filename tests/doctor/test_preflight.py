@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli import preflight as preflight_command
 from hvdtrain.doctor import preflight
-from hvdtrain.doctor.fabric import fabric
-from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, lines, unanswered
+from hvdtrain.doctor.preflight import HostCheck, Preflight, bad_hosts, fabric, lines, unanswered
 from hvdtrain.errors import ConfigError
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S, program

@@ -86,8 +86,8 @@ def test_a_pass_runs_what_all_copies_gather(rank: int, runs: int, missing: str) 
     """In a step; evaluations sum no gradients."""
     model: Any = Model()
     with _engine(rank, model) as engine:
-        task = with_stages(Task(model, _loss, []), engine.stage)
-        engine.stage._unchecked = set()
+        task = with_stages(Task(model, _loss, []), engine.schedule.stage)
+        engine.schedule.stage._unchecked = set()
         engine.begin(2)
 
         def forward() -> None:

@@ -150,7 +150,7 @@ def test_a_checkpoint_of_rounded_parameters_has_exact_ones_and_other_engines_tak
         training = Training(comm, "adam", sharded)
         training.steps(0, 3)
         held = training.saved()
-        training.engine.synchronize_state()
+        training.engine.residuals.synchronize_state()
         return held, {name: p.detach().clone() for name, p in training.model.named_parameters()}
 
     results = on_ranks(2, half)

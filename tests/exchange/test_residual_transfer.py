@@ -26,7 +26,10 @@ TENSORS = {"a/residual": torch.ones(2), "a/powersgd_q": torch.ones(3), "b.c/resi
 def test_residuals_are_told_from_what_was_learned() -> None:
     """They alone follow the loss scale, and keep their sum over another number of ranks."""
     state = DetachedState({key: tensor.clone() for key, tensor in TENSORS.items()}, 4)
-    residuals = state.residuals_only(3)
+    reducer = Reducer(list, SoloComm())
+    reducer.detached = state
+    reducer.drop_all_but_residuals(3)
+    residuals = reducer.detached
     assert (sorted(residuals.tensors), residuals.ranks) == (["a/residual", "b.c/residual"], 3)
     rest = state.without_parameters({"a"}, 2)
     assert (list(rest.tensors), rest.ranks) == (["b.c/residual"], 2)
@@ -129,7 +132,7 @@ def test_one_rank_alone_delivers_what_several_owe() -> None:
     for applied, scale in ((False, 1.0), (True, 0.5)):
         engine.begin(1)
         engine.backward((parameter * 2).sum())
-        engine.rescale(scale)
+        engine.residuals.rescale(scale)
         (gradient,) = engine.finish()
         torch.testing.assert_close(gradient, scale * owed + 2)
         assert "p/residual" in engine.state_dict()[0]

@@ -57,7 +57,7 @@ def test_a_rank_is_pinned_to_the_cores_near_its_device(tmp_path: Path) -> None:
     train(f"--task={TOY}:toy", "--train.steps=2", "--run_dir=run", "--parallel.bind=gpu", cwd=tmp_path)
     (started,) = (line for line in read_journal(tmp_path / "run/journal.jsonl") if line.get("event") == "started")
     (group,) = started["binding"]
-    near, allowed = cores_near(group["gpus"][0]), frozenset(os.sched_getaffinity(0))
+    near, allowed = cores_near(group["gpus"][0], Path("/sys")), frozenset(os.sched_getaffinity(0))
     if not near & allowed:
         pytest.skip("the kernel lists no core near this device that this process may use")
     assert (group["cores"], group["kept"]) == (cpu_ranges(near & allowed), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import random
 import socket
@@ -41,13 +42,30 @@ class Served:
             answer = connection.getresponse()
             return answer.status, answer.read()
 
+    def close(self) -> None:
+        """Free what a process has until its end."""
+        loop, tasks = self.server._loop, self.server._until_s
+        loop.call_soon_threadsafe(loop.stop)
+        self.server._thread.join()
+
+        async def cancel() -> None:
+            await asyncio.sleep(0)  # a task that is cancelled before its start would not close its connection
+            for task in list(tasks):
+                task.cancel()
+            while tasks:
+                await asyncio.sleep(0)
+
+        loop.run_until_complete(cancel())
+        loop.close()
+        self.server._listener.close()
+
 
 @pytest.fixture
 def served() -> Iterator[Served]:
     one = Served()
     one.server.open(3, {})
     yield one
-    one.server.close()
+    one.close()
 
 
 def test_horovods_requests(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,11 +167,11 @@ def test_what_was_given_is_delivered_or_a_residual(comm: ThreadComm, compression
         torch.testing.assert_close(delivered, rank.given[name] - residuals[name], rtol=1e-5, atol=atol)
         lag = (parameter.detach() - exact[name]).abs().max()
         assert 0 < lag < 0.1 * (start[name] - exact[name]).abs().max()
-    rank.engine.synchronize_state()
+    rank.engine.residuals.synchronize_state()
     assert all(torch.equal(p.detach(), exact[name]) for name, p in rank.model.named_parameters())
     for name, residual in rank.residuals().items():
         torch.testing.assert_close(residual, residuals[name], rtol=1e-5, atol=1e-5)
-    rank.engine.rescale(0.5)
+    rank.engine.residuals.rescale(0.5)
     for name, residual in rank.residuals().items():
         torch.testing.assert_close(residual, residuals[name] / 2, rtol=1e-5, atol=1e-5)
 

@@ -148,7 +148,7 @@ def test_compression_that_does_not_go_with_join_says_so(several: Any, job: Comm)
             _loss(model, job.rank, 3).backward()  # raises where the other rank has joined already
             optimizer.step()
         refused = caught.value.what.partition(" ")[0]
-        assert refused not in optimizer._hvdtrain_exchange.reducer._comm.in_flight
+        assert refused not in optimizer._hvdtrain_exchange.reducer.comm.in_flight
     several.join()
     optimizer.load_state_dict(optimizer.state_dict())
     several.broadcast_parameters(model.state_dict(), root_rank=0)

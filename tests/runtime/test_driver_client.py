@@ -56,7 +56,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     exits: list[int] = []
     client = DriverClient(Channel(ours), exits.append).start()
     yield Driver(client, Channel(theirs))
-    client.close()
+    client.report_leaving("finished")
+    client._channel.close()
     theirs.close()
     assert exits == []
 
@@ -168,7 +169,7 @@ def test_without_its_driver_a_rank_ends_unless_it_is_leaving(leaving: bool) -> N
     theirs.close()
     client._listen()
     assert codes == ([] if leaving else [EXIT_ALONE])
-    client.close()
+    client._channel.close()
 
 
 def test_no_seat_without_a_channel() -> None:

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list[dict[str, Any]], list[str]]:
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, Plan(compression="auto"))
-    assert isinstance(engine.sums, InAllCopies) and engine.undecided and engine.compression == "none"
+    assert isinstance(engine.sums, InAllCopies) and engine.sums.undecided and engine.compression == "none"
     events: list[dict[str, Any]] = []
     lines: list[str] = []
     trial = CompressionTrial(
@@ -46,7 +46,7 @@ def _run(comm: ThreadComm, exposed_s: float, steps: int = 10) -> tuple[str, list
         parts = dict.fromkeys(("data_s", "copy_s", "forward_s", "clip_s", "optimizer_s"), 0.0)
         times = {"backward_s": 0.01, "exposed_comm_s": waited_s, "step_s": 0.5 + 0.01 * comm.rank}
         trial.add_step({"step": step + 1, **parts, **times})
-    assert not engine.undecided
+    assert not engine.sums.undecided
     return engine.compression, events, lines
 
 
@@ -101,7 +101,7 @@ def test_a_resume_keeps_the_choice() -> None:
         model = nn.Linear(2, 1)
         engine = make_engine(torch.optim.SGD(model.parameters(), lr=0.1), model, comm, Plan(compression=option))
         engine.load_state_dict({}, {"plan": None, "ranks": 2, "compression": saved})
-        return engine.compression, engine.undecided
+        return engine.compression, engine.sums.undecided
 
     for option, saved, expected in (
         ("auto", "fp16", ("fp16", False)),

@@ -182,7 +182,9 @@ def test_a_run_that_ends_earlier_writes_the_times_it_has(tmp_path: Path) -> None
 def test_a_failed_write_during_a_failure_is_reported_and_not_raised(tmp_path: Path) -> None:
     said: list[str] = []
     model, spans = nn.Linear(2, 2), Spans()
-    engine: Any = SimpleNamespace(compression="none", copies=dict)  # one that cannot tell its plan any more
+    engine: Any = SimpleNamespace(
+        compression="none", sums=SimpleNamespace(copies=dict)
+    )  # one that cannot tell its plan any more
     ready, file = GradientMarks(model, spans), tmp_path / "gradients.json"
     times = GradientTimes(ready, engine, SoloComm(), spans, file, said.append, read_host({}))
     for step in range(1, 6):

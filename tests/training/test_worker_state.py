@@ -20,12 +20,10 @@ from hvdtrain.config.schema import Config
 from hvdtrain.data.loader import Stream
 from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.bucket_exchange import BucketExchange
-from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.output import Progress as Display
 from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Recorder
-from hvdtrain.plan.buckets import BucketPlan
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.driver_client import JobFailed
@@ -207,15 +205,14 @@ def watch_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows by the number of older buffers that are alive when a reducer makes new buckets."""
     alive: list[int] = []
     older: list[StorageWeakRef] = []
-    make = Reducer._make_exchange
+    make = BucketExchange.__init__
 
-    def watched(self: Reducer, plan: BucketPlan) -> BucketExchange:
+    def watched(self: BucketExchange, *arguments: Any, **keywords: Any) -> None:
         alive.append(sum(not storage.expired() for storage in older))
-        exchange = make(self, plan)
-        older.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in exchange.buffers())
-        return exchange
+        make(self, *arguments, **keywords)
+        older.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in self.buffers())
 
-    monkeypatch.setattr(Reducer, "_make_exchange", watched)
+    monkeypatch.setattr(BucketExchange, "__init__", watched)
     return alive
 
 

@@ -46,9 +46,9 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, name: str, spoil: Callable[[Tensor],
 
     def wrong(self: InAllCopies) -> list[Tensor]:
         found = finish(self)
-        own = dict(self.reducer._known)[name]
+        own = dict(self.reducer.named)[name]
         assert own.grad is not None
-        if self.reducer._comm.rank in ranks:
+        if self.reducer.comm.rank in ranks:
             spoil(own.grad)
         return found
 

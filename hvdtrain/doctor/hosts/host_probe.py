@@ -37,7 +37,7 @@ from hvdtrain.files import read_text_or_empty
 from hvdtrain.runtime.channel import MessageWriter, read_messages
 from hvdtrain.runtime.environment import environ
 from hvdtrain.runtime.host import HostFacts, read_host
-from hvdtrain.runtime.interfaces import interface_to, source_to
+from hvdtrain.runtime.interfaces import interface_of, source_to
 
 CONNECT_S = 5.0
 _WAIT_S = 20.0  # how long to wait for the next bytes of a connection
@@ -172,7 +172,7 @@ def _reach(question: Mapping[str, Any]) -> dict[str, Attempt]:
         faults = pool.map(try_connection, listeners.values())
     attempts = {}
     for (name, listener), fault in zip(listeners.items(), faults, strict=True):
-        interface = interface_to(listener.address)
+        interface = interface_of(source_to(listener.address))
         state = psutil.net_if_stats().get(interface)
         attempts[name] = Attempt(fault, interface, state.mtu if state else 0)
     return attempts

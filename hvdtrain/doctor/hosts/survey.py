@@ -50,18 +50,13 @@ class ProbeClient:
         self.link = AgentLink(host, argv, environment, lambda item: self._inbox.put(item[1]))
         self.link.start()
 
-    def greet(self, hello: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send the first message and return the facts about the host. Errors: NoAnswerError if there is no reply."""
-        self.link.send("hello", **hello)
-        return dict(self._receive("says", time.monotonic() + timeout_s)["facts"])
-
     def ask(self, what: str, timeout_s: float, **facts: Any) -> Any:
         """Ask a question. Errors: NoAnswerError if there is no answer, or the host reports an error."""
         number = next(self._numbers)
         deadline_s = time.monotonic() + timeout_s
         self.link.send("ask", number=number, what=what, **msgspec.to_builtins(facts))
         while True:
-            message = self._receive("answer", deadline_s)
+            message = self.receive("answer", deadline_s)
             if message["number"] != number:  # the late answer to a question that timed out
                 continue
             if "error" in message:
@@ -73,7 +68,8 @@ class ProbeClient:
         self.link.kill()
         self.link.close()
 
-    def _receive(self, kind: str, deadline_s: float) -> dict[str, Any]:
+    def receive(self, kind: str, deadline_s: float) -> dict[str, Any]:
+        """Return the next message of this kind. Errors: NoAnswerError if there is none."""
         while True:
             try:
                 message = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
@@ -150,8 +146,9 @@ class Hosts:
                 self.lost[host] = str(error)
 
     def _greet(self, host: str) -> HostReport:
-        hello = {"folder": self._job.folder, "path": python_path(self._environment)}
-        facts = self._probes[host].greet(hello, GREET_S)
+        probe = self._probes[host]
+        probe.link.send("hello", folder=self._job.folder, path=python_path(self._environment))
+        facts = probe.receive("says", time.monotonic() + GREET_S)["facts"]
         try:
             return msgspec.convert(facts, HostReport)
         except msgspec.ValidationError:

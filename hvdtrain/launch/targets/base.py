@@ -40,7 +40,6 @@ HIDDEN = ("PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE", "VIRTUAL_ENV", "CONDA_PR
 _NO_HOME = "PYTHONNOUSERSITE=1"
 """The home folder is often mounted: packages of ``pip install --user`` would come before those of the image."""
 
-
 _NO_CMA = "OMPI_MCA_btl_vader_single_copy_mechanism"
 """Without setuid, each container of Apptainer has its own user namespace. Between two of them Open MPI 4.1.8 may hang
 in the first collective, where it tries to copy directly between processes.

@@ -55,7 +55,7 @@ def report_failures(current: Round, output: FailureOutput | None) -> Iterator[Re
         resume,
         lambda: _newest_checkpoint(place, given),
         partial(_memory_of, current),
-        lambda: {} if current.engine is None else current.engine.parameters_by_collective(),
+        lambda: {} if current.engine is None else current.engine.sums.parameters_by_collective(),
         lambda: current.is_ending,
     )
     statements = StatementMaker(mailbox.process, current.spans, comm.in_flight)

@@ -145,7 +145,7 @@ class Stepper:
         for part in self._having["finish"]:
             part.finish(self.spans.step, applied=result.applied)
         if result.next_scale != result.scale:
-            self.engine.rescale(result.next_scale / result.scale)
+            self.engine.residuals.rescale(result.next_scale / result.scale)
         return result
 
     def _passes(

@@ -153,7 +153,7 @@ class Trainer:
             if reason:
                 return self._end(reason)
             if result.sums[CHANGED] and not last:
-                self.stepper.engine.synchronize_state()
+                self.stepper.engine.residuals.synchronize_state()
                 self.roll_back.end_round(self._state)
                 return RANKS_CHANGE
         done = "finished" if progress.step >= self._worker.horizon else "stop_at"
@@ -170,7 +170,7 @@ class Trainer:
             by = "Ctrl-C or SIGTERM, as mpirun makes one of both" if reason == "SIGTERM" else "Ctrl-C"
             self.current.recorder.say(f"stopped by {by}; run folder {job.run_dir}; to resume: {job.resume}")
         if reason not in ("SIGTERM", "SIGINT"):  # with little time left, no exchange delays the callbacks
-            self.stepper.engine.synchronize_state()  # the program's model gets exact parameters
+            self.stepper.engine.residuals.synchronize_state()  # the program's model gets exact parameters
         self._callbacks.on_end(reason)
         self._set_lr(1.0)  # the task's own values, in case it trains again
         return reason

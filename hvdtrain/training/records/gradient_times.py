@@ -109,7 +109,7 @@ class GradientTimes(Listener):
         if number > _FIRST and not self._is_closed:
             self._keep(step - 1)
         # Where ranks divide the model, gradients are not sent as rows, and to count them would be collective.
-        self.ready.counts_rows = number == _COUNT_ROWS and not self.engine.copies()
+        self.ready.counts_rows = number == _COUNT_ROWS and not self.engine.sums.copies()
         if number == _FIRST:
             self._packed = GradientMarks(self.ready.model, self.spans, on_cuda=self.ready.on_cuda)
         if _FIRST <= number <= _LAST + 1:
@@ -204,7 +204,7 @@ class GradientTimes(Listener):
         return busy_ns
 
     def _content(self) -> dict[str, Any]:
-        copies = self.engine.copies()
+        copies = self.engine.sums.copies()
         return {
             "version": VERSION,
             "size": self.comm.size,

@@ -92,8 +92,8 @@ def engine_of_worker(worker: WorkerState, comm: Comm, spans: Spans | None = None
         return make_periodic(state.model, plan.outer, comm, make, plan.compression, elastic=plan.elastic)
     engine = make(comm, plan.compression)
     if plan.dimensions.pp > 1:
-        assert engine.stage is not None
-        worker.task = with_stages(worker.task, engine.stage)
+        assert engine.schedule.stage is not None
+        worker.task = with_stages(worker.task, engine.schedule.stage)
     return engine
 
 
@@ -177,7 +177,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     )
     drift = Drift(worker.state, comm, train.check_every, buffers.share, recorder.warn)
     trial = None
-    if isinstance(engine.sums, InAllCopies) and engine.undecided:
+    if isinstance(engine.sums, InAllCopies) and engine.sums.undecided:
         facts = read_host(worker.info.variables)
         trial = CompressionTrial(engine.sums, comm, device, facts, batch, recorder.event, recorder.say)
     balance = make_balance(current, feed)

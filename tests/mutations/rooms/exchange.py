@@ -29,7 +29,7 @@ MUTATIONS: Table = {
     },
     ("exchange/active_buckets.py", "tests/exchange/test_residual_transfer.py"): {
         "what is owed to a frozen parameter is forgotten": (
-            "self.detached = self.detached.without_parameters(dict(self._known), self.ranks, keep=self._delivered)",
+            "self.detached = self.detached.without_parameters(named, self.ranks, keep=self._delivered)",
             "self.detached = DetachedState({}, self.ranks)",
         ),
     },
@@ -62,7 +62,7 @@ MUTATIONS: Table = {
             "return self._residual",
         ),
         "after a save, an owner's model has rounded parameters": (
-            "            self._model(shard).copy_(self._exact(shard))\n",
+            "            self._model(shard).copy_(shard.exact)\n",
             "            pass\n",
         ),
     },
@@ -92,8 +92,8 @@ MUTATIONS: Table = {
     },
     ("exchange/bucket_exchange.py", "tests/exchange/test_shard_bucket.py"): {
         "sums that have arrived take memory beyond the limit": (
-            "return running + sum(bucket.kept_bytes for bucket in self._buckets)",
-            "return running",
+            "if exchanged + sum(bucket.kept_bytes for bucket in self._buckets) <= self._limit_bytes:",
+            "if exchanged <= self._limit_bytes:",
         ),
     },
     ("exchange/shard_bucket.py", "tests/engine/test_own_loop.py"): {
