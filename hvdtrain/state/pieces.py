@@ -114,7 +114,7 @@ class StateDict:
 
 
 class Stored(Protocol):
-    """A tensor of which only what is asked for is read."""
+    """A tensor that is read where it is used."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,7 +194,7 @@ class Assembly(Mapping[str, Tensor]):
         return self.whole(name)[...]
 
     def whole(self, name: str) -> Whole:
-        """Return a tensor of which nothing is read yet."""
+        """Return a tensor, still unread."""
         return Whole(self._pieces[name])
 
     def renamed(self, rename: Callable[[str], str]) -> Assembly:

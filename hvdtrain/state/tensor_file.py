@@ -159,7 +159,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, of which only what is asked for is read and verified."""
+    """A tensor in a file. Only what is used is read and verified."""
 
     file: StoredFile
     begin: int  # its first byte in the file
