@@ -51,7 +51,7 @@ def test_the_web_tracker(
 
 
 def test_every_key_of_a_step_is_explained(tmp_path: Path) -> None:
-    hvdtrain.train({"train": {"steps": 2}, "run_dir": str(tmp_path)}, toy)
+    hvdtrain.train({"train": {"steps": 2, "reproducible": "bits"}, "run_dir": str(tmp_path)}, toy)
     keys = set().union(*read_steps(tmp_path / "journal.jsonl").values())
     table = TEXT.partition("## The journal")[2].partition("A line with")[0]
     assert keys == set(

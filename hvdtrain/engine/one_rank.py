@@ -53,12 +53,14 @@ class OneRank(Sums, Residuals):
         if self.leaves is not None:
             self.leaves.give(self._parameters)
         self._delivered = []
+        gradients = [p.grad for _, p in self._parameters if p.requires_grad and p.grad is not None]
+        if not self._residuals.tensors and not [gradient for gradient in gradients if gradient.is_sparse]:
+            return gradients
         gradients = []
         for name, parameter in self._parameters:
             if not parameter.requires_grad:
                 continue
-            has_residual = bool(self._residuals.tensors) and self._residuals.has_residual(name)
-            if has_residual and (parameter.grad is None or not parameter.grad.is_sparse):
+            if self._residuals.has_residual(name) and (parameter.grad is None or not parameter.grad.is_sparse):
                 self._delivered.append(key := residual_key(name))
                 residual = self._residuals.tensors[key].to(parameter.device) * self._residuals.ranks
                 residual = as_gradient(residual, parameter)

@@ -116,16 +116,9 @@ class StateDict:
 class Stored(Protocol):
     """A tensor that is read where it is used."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of a tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As of a tensor."""
-
-    def numel(self) -> int:
-        """As of a tensor."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numel: Any
 
     def __getitem__(self, box: Any) -> Tensor:
         """Return a part, or all for an ellipsis."""
@@ -140,10 +133,6 @@ class Whole:
     def __init__(self, pieces: Sequence[tuple[Place, Tensor | Stored]]) -> None:
         self.pieces = pieces
         self.shape, self.dtype = pieces[0][0].shape, pieces[0][1].dtype
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
 
     def __getitem__(self, box: Any) -> Tensor:
         """Return a part, of a slice for each dimension, or all for an ellipsis."""

@@ -126,8 +126,8 @@ def _index(path: Path, stored: StateDict) -> dict[str, Any]:
             ]
             entries[name] = [str(pieces[0][1].dtype), pieces[0][0].shape, placed]
     named = [[f.path.name, f.digest.size_bytes, f.digest.checksum, f.digest.blocks] for f in files]
-    facts = {"path": str(path), "manifest": _manifest_hash(path), "aliases": stored.values["aliases"]}
-    return {**facts, "files": named, "tensors": tensors}
+    where = {"path": str(path), "manifest": _manifest_hash(path), "files": named}
+    return {**where, "aliases": stored.values["aliases"], "tensors": tensors}
 
 
 def _of_index(index: dict[str, Any], progress: Callable[[], None]) -> StateDict:

@@ -76,7 +76,8 @@ def _newest(folder: StoreFolder) -> tuple[int, dict[str, Any]]:
         content = json.loads(folder.read(_name(max(numbers))))
     except ValueError:
         content = None
-    return max(numbers), content if isinstance(content, dict) else {}
+    # What cannot be read may be half written: that is a claim, too.
+    return max(numbers), content if isinstance(content, dict) else {"unreadable": True}
 
 
 def _name(number: int) -> str:

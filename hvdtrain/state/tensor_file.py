@@ -157,7 +157,7 @@ class StoredFile:
             yield file
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StoredTensor:
     """A tensor in a file. Only what is used is read and verified."""
 

@@ -117,7 +117,7 @@ class StepTable:
 
 @dataclass(frozen=True)
 class StampedStart:
-    """The stamps of a start, with its events ``shares``, and its config.
+    """The stamps of a start, with its events ``shares`` and ``wrong_rank``, and its config.
 
     `epoch_s` is the time since 1970 at time 0 of the stamps; NaN if unknown.
     """
@@ -126,6 +126,7 @@ class StampedStart:
     shares: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     epoch_s: float = math.nan
+    wrong: Sequence[Mapping[str, Any]] = ()
 
     def time_s(self, column: int) -> float | None:
         """Return when a step ended on rank 0, since 1970; None if unknown."""

@@ -175,8 +175,12 @@ def read_stamped(folder: Path) -> Iterator[StampedStart]:
     for start in read_starts(layout.timeline.folder):
         if len(steps := start.steps.step):
             this = _journal_of(start, past)
-            shares = [event for event in this.events_named("shares") if steps[0] <= _at_step(event) <= steps[-1]]
-            yield StampedStart(start.steps, shares, this.started.get("config") or {}, _epoch_s(start.steps, this))
+            shares, wrong = (
+                [event for event in this.events_named(name) if steps[0] <= _at_step(event) <= steps[-1]]
+                for name in ("shares", "wrong_rank")
+            )
+            config, epoch_s = this.started.get("config") or {}, _epoch_s(start.steps, this)
+            yield StampedStart(start.steps, shares, config, epoch_s, wrong)
 
 
 def _epoch_s(steps: StepTable, this: JournalStart) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.cli.timeline import main
+from hvdtrain.cli.timeline.hosts import _lines
 from hvdtrain.observe.past_journal import JournalReader
 from hvdtrain.observe.step_format import VERSION, BlockLine, ClockLine, StartLine
 from hvdtrain.timeline.analysis.analyse import analyse
@@ -251,6 +252,15 @@ def test_a_host_is_slow_since_its_ranks_became_late(since: int, until: int) -> N
     assert (first.name, first.slow_now) == ("c", until == 200)
     assert first.last_slow == pytest.approx(start.time_s(until - 1), abs=1)
     assert first.slow_since == (pytest.approx(start.time_s(since), abs=1) if until == 200 else None)
+
+
+def test_a_host_with_wrong_bits_is_named_first() -> None:
+    events = [{"event": "wrong_rank", "at_step": step, "rank": rank} for step, rank in ((3, 1), (9, 1), (9, None))]
+    stamped = [StampedStart(_start(0, {2: 20.0}, ["a", "b", "c"]), wrong=events)]
+    places = slow_hosts(stamped, {})["hosts"]
+    assert {place.name: place.wrong_bits for place in places} == {"a": 0, "b": 2, "c": 0}
+    first, second, *_ = _lines("hosts", places)
+    assert "wrong bits" in first and "b (2)" in first and "hosts, by" in second
 
 
 @pytest.mark.parametrize("balanced", [False, True])

@@ -251,7 +251,7 @@ def test_one_of_eight_jobs_gets_the_lease(held: str, url: str) -> None:
     def claim() -> None:
         barrier.wait()
         with suppress(RunDirectoryError):
-            taken.append(take_store_lease(folder, "", lambda seconds: None))
+            taken.append(take_store_lease(folder, "", lambda seconds: time.sleep(0.05)))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:

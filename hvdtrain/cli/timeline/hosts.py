@@ -81,9 +81,11 @@ def _lines(kind: str, places: Sequence[Place]) -> list[str]:
     from hvdtrain.observe.cost import number
 
     slow = [place for place in places if place.slow_starts]
+    wrong = [f"{place.name} ({place.wrong_bits})" for place in places if place.wrong_bits]
+    lines = [f"{kind} with wrong bits, to be taken out and tested: {', '.join(wrong)}"] if wrong else []
     if not slow:
-        return [f"{kind}: none of {len(places)} was slow"] if places else []
-    lines = [f"{kind}, by the device-hours that jobs waited for them:"]
+        return [*lines, f"{kind}: none of {len(places)} was slow"] if places else []
+    lines += [f"{kind}, by the device-hours that jobs waited for them:"]
     for place in slow[:_MOST]:
         where = f" on {place.host}" if place.host not in ("", place.name) else ""
         why = f"  {', '.join(name for name, _ in place.causes.most_common(2))}" if place.causes else ""

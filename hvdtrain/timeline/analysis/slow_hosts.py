@@ -39,6 +39,7 @@ class Place:
     last_slow: float | None = None  # the last step in which it was slow
     last_seen: float | None = None  # the last step of a job there
     causes: Counter[str] = field(default_factory=Counter)  # of these stragglers, most frequent first
+    wrong_bits: int = 0  # how often a second rank found a rank there wrong
 
 
 def slow_hosts(starts: Iterable[StampedStart], group_of: Mapping[str, str]) -> dict[str, list[Place]]:
@@ -59,10 +60,13 @@ def slow_hosts(starts: Iterable[StampedStart], group_of: Mapping[str, str]) -> d
             of_rank.append(places)
             for place in places:
                 place.last_seen = start.time_s(-1) or place.last_seen
+        for rank in [event["rank"] for event in start.wrong if event.get("rank") in range(len(of_rank))]:
+            for place in of_rank[rank]:
+                place.wrong_bits += 1
         found = stragglers_of(table, start.shares, start.config)
         if found is not None and len(found.rounds.step) >= _LEAST_STEPS:
             _add(found, start, of_rank)
-    compared = {kind: [place for place in each.values() if place.starts] for kind, each in kinds.items()}
+    compared = {kind: [p for p in each.values() if p.starts or p.wrong_bits] for kind, each in kinds.items()}
     return {kind: sorted(each, key=lambda p: (-p.device_hours, p.name)) for kind, each in compared.items()}
 
 

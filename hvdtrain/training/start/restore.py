@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
@@ -33,13 +33,8 @@ from hvdtrain.training.round import Round
 from hvdtrain.training.start.resume_checks import check_checkpoints_are_there, learning_rate_change
 from hvdtrain.training.start.run_directory import RunDirectory
 
-
-class _Search(NamedTuple):
-    """What `resume` asks for, the checkpoints of the run before, and what was found."""
-
-    resume: str
-    saves: list[Saved]
-    found: tuple[Saved, StateDict] | None
+_Search = tuple[str, list[Saved], tuple[Saved, StateDict] | None]
+"""What `resume` asks for, the checkpoints of the run before, and what was found."""
 
 
 def resume_state(current: Round) -> int:
@@ -193,7 +188,7 @@ def _find(current: Round, read: Read) -> _Search:
     """On rank 0: find what `resume` asks for. Errors: those of `_restore`."""
     assert current.claim is not None and current.store is not None
     resume, saves = current.claim.resolve_resume(current.run.config.resume), current.store.list()
-    return _Search(resume, saves, _checkpoint(resume, current.store, current.recorder, read))
+    return resume, saves, _checkpoint(resume, current.store, current.recorder, read)
 
 
 def _checkpoint(resume: str, store: CheckpointStore, recorder: Recorder, read: Read) -> tuple[Saved, StateDict] | None:
