@@ -118,7 +118,9 @@ class Stored(Protocol):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    numel: Any
+
+    def numel(self) -> int:
+        """Return the number of elements."""
 
     def __getitem__(self, box: Any) -> Tensor:
         """Return a part, or all for an ellipsis."""

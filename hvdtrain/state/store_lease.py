@@ -76,8 +76,7 @@ def _newest(folder: StoreFolder) -> tuple[int, dict[str, Any]]:
         content = json.loads(folder.read(_name(max(numbers))))
     except ValueError:
         content = None
-    # What cannot be read may be half written: that is a claim, too.
-    return max(numbers), content if isinstance(content, dict) else {"unreadable": True}
+    return max(numbers), content if isinstance(content, dict) else {"unreadable": "half written, so it is a claim"}
 
 
 def _name(number: int) -> str:

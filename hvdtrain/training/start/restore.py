@@ -56,8 +56,7 @@ def resume_state(current: Round) -> int:
         resumed = on_rank_0(comm, partial(_restore, current, loaded, found), name="restored")
         placed = worker.plan.places_model
         source_state, fitting = loaded[0] if loaded else None, partial(_of_rank, current)
-        if len(loaded) > 1:  # the state is another one than that in the files
-            parts = None
+        parts = parts if len(loaded) < 2 else None  # then the state is another one than that in the files
         broadcast_state(state, comm, touch, source=source_state, placed=placed, parts=parts, own=fitting)
     else:
         if current.engine is not None and current.engine.in_pieces:
