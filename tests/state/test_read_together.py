@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,20 @@ def test_ranks_read_no_more_than_they_hold(
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_damage_that_another_rank_finds_ends_no_run(shard: str, tmp_path: Path) -> None:
-    _stopped(tmp_path, f"--parallel.shard={shard}", size=3)
-    path = _optimizer(tmp_path)
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 4
-    path.write_bytes(content)
-    found = record(tmp_path, *PARTS, f"--parallel.shard={shard}", size=3)
-    assert [event["step"] for event in found.events("resumed")] == [2]
-    assert any("is damaged at byte" in event["text"] for event in found.events("warning"))
+    _stopped(tmp_path / "whole", f"--parallel.shard={shard}", size=3)
+    header = 8 + int.from_bytes(_optimizer(tmp_path / "whole").read_bytes()[:8], "little")
+    found_by = set()
+    for place in range(4):
+        shutil.copytree(tmp_path / "whole", tmp_path / str(place))
+        path = _optimizer(tmp_path / str(place))
+        content = bytearray(path.read_bytes())
+        content[header + (2 * place + 1) * (len(content) - header) // 8] ^= 4
+        path.write_bytes(content)
+        found = record(tmp_path / str(place), *PARTS, f"--parallel.shard={shard}", size=3)
+        assert [event["step"] for event in found.events("resumed")] == [2]
+        (text,) = [each["text"] for each in found.events("warning") if "is damaged at byte" in each["text"]]
+        found_by.add(text.rpartition("(on rank ")[2])
+    assert found_by == {"0)", "1)", "2)"}, "each reads what it holds"
 
 
 def test_an_error_of_the_search_is_one_of_all_ranks(tmp_path: Path) -> None:
