@@ -15,6 +15,7 @@ Peers: datasets (Hugging Face), streaming (MosaicML) and litdata; one that is no
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -65,9 +66,7 @@ def measure(quick: bool) -> list[Figure]:
         folder = Path(name)
         make_text(folder, 0.05 if quick else 1.0)
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"), "1")
-        base = (
-            variables({**_environment(), "TOKENIZERS_PARALLELISM": "false"}) | one_thread | {"HF_HOME": f"{name}/home"}
-        )
+        base = variables({**os.environ, "TOKENIZERS_PARALLELISM": "false"}) | one_thread | {"HF_HOME": f"{name}/home"}
         base |= {"PYTHONPATH": f"{HERE.parent}", "XDG_CACHE_HOME": f"{name}/cache"}
         ready = [who for who in ("ours", *PEERS) if run(f"prepare/{who}", folder, base) is not None]
         loops = ["parquet/ours", "parquet/hf", *(f"prepared/{who}" for who in ready), "resume/ours", "resume/hf"]
@@ -91,12 +90,6 @@ def measure(quick: bool) -> list[Figure]:
             ratios = [mine / other for mine, other in zip(found[f"{what}/ours"], best, strict=False)]
             figures.append(figure(f"data/{what}_over_best_peer", ratios, "ratio"))
     return figures
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return dict(os.environ)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,17 @@ def set_hosts(job: Job, hosts: dict[str, int], local: frozenset[str]) -> None:
         if name not in hosts and host.slots:
             job.log_event("slots", f"{name} is removed", host=name, slots=0)
             host.slots = 0
+    _release_workers(job)
+
+
+def _release_workers(job: Job) -> None:
+    """Let workers without a slot leave, and those with one stay."""
     for worker in job.workers.values():
-        fits = worker.slot < job.hosts[worker.host].slots
+        host = job.hosts[worker.host]
+        fits = worker.slot < host.slots
         if not fits and not worker.leave_reason:
-            worker.leave_reason = f"{worker.host} no longer has a slot for it"
+            no_slot = f"{host.name} no longer has a slot for it"
+            worker.leave_reason = "its host has computed wrong bits" if host.left_out else no_slot
         elif fits and not worker.drained:
             worker.leave_reason = ""
 
@@ -44,9 +51,7 @@ def leave_out(job: Job, host: Host, why: str) -> None:
         return
     host.left_out, host.slots = True, 0
     job.log_event("wrong", f"{why}: {host.name} is left out for the rest of the job", host=host.name)
-    for worker in job.workers.values():
-        if worker.host == host.name and not worker.leave_reason:
-            worker.leave_reason = "its host has computed wrong bits"
+    _release_workers(job)
 
 
 def start_missing(job: Job) -> None:

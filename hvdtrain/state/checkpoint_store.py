@@ -36,7 +36,8 @@ from hvdtrain.state.shard_files import (
     temporary_name,
     write_shard,
 )
-from hvdtrain.state.tensor_file import FileDigest, damaged, write_bytes
+from hvdtrain.state.stored_file import FileDigest, damaged
+from hvdtrain.state.tensor_file import write_bytes
 
 
 @dataclass(frozen=True)

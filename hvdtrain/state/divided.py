@@ -179,7 +179,7 @@ def copy_of(parameter: nn.Parameter) -> Tensor:
 
 
 def take_rows(tensor: Tensor | Whole, divided: Tensor | None, device: torch.device | None = None) -> Tensor:
-    """Return a whole tensor, or this rank's rows of it as a DTensor if `divided` is one. The rows are copies.
+    """Return a whole tensor, or this rank's rows of it as a DTensor if `divided` is one: a copy of them alone.
 
     A tensor that has the shape of this rank's rows already is these rows. `device`: of the rows (default: that of
     `divided`).
@@ -188,7 +188,7 @@ def take_rows(tensor: Tensor | Whole, divided: Tensor | None, device: torch.devi
         return tensor if isinstance(tensor, Tensor) else tensor[...]
     own = local(divided)
     rows = tensor[...] if tuple(tensor.shape) == own.shape else place_of(divided).cut(tensor, own.shape).clone()
-    placed = rows.to(device or own.device, own.dtype)  # without the memory of the other rows
+    placed = rows.to(device or own.device, own.dtype)
     if (place := on_stages(divided)) is not None:
         return place.of(placed)
     from torch.distributed.tensor import DTensor

@@ -25,7 +25,8 @@ from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.files import read_regular
 from hvdtrain.state.pieces import Assembly, StateDict
 from hvdtrain.state.shard_files import file_group
-from hvdtrain.state.tensor_file import CHECKSUM, FileDigest, damaged, read_tensors, read_verified
+from hvdtrain.state.stored_file import CHECKSUM, FileDigest, damaged, read_verified
+from hvdtrain.state.tensor_file import read_tensors
 from hvdtrain.state.train_state import check_values
 
 FORMAT = 2

@@ -11,10 +11,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from hvdtrain.state.stored_file import StoredTensor
 
 Key = tuple[str, str]  # the group and the name of a tensor
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
@@ -113,26 +115,13 @@ class StateDict:
         return StateDict(tensors, self.values)
 
 
-class Stored(Protocol):
-    """A tensor that is read where it is used."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-
-    def __getitem__(self, box: Any) -> Tensor:
-        """Return a part, or all for an ellipsis."""
-
-
 W = TypeVar("W", bound="Tensor | Whole")
 
 
 class Whole:
     """A whole tensor in pieces: only those that a part needs are read."""
 
-    def __init__(self, pieces: Sequence[tuple[Place, Tensor | Stored]]) -> None:
+    def __init__(self, pieces: Sequence[tuple[Place, Tensor | StoredTensor]]) -> None:
         self.pieces = pieces
         self.shape, self.dtype = pieces[0][0].shape, pieces[0][1].dtype
 
@@ -158,9 +147,9 @@ class Assembly(Mapping[str, Tensor]):
     """Whole tensors from pieces on the CPU. Each access puts one together, so that they need not fit into memory."""
 
     def __init__(self) -> None:
-        self._pieces: dict[str, list[tuple[Place, Tensor | Stored]]] = {}
+        self._pieces: dict[str, list[tuple[Place, Tensor | StoredTensor]]] = {}
 
-    def add(self, name: str, piece: Tensor | Stored, shape: Iterable[int], offset: Iterable[int]) -> None:
+    def add(self, name: str, piece: Tensor | StoredTensor, shape: Iterable[int], offset: Iterable[int]) -> None:
         """Add a piece of the tensor `name` of shape `shape`.
 
         Errors: ValueError: it does not fit into the tensor, or does not fit to the other pieces.

@@ -1,7 +1,7 @@
 """Read a checkpoint on all ranks together: each reads, and verifies, only what it holds.
 
-Rank 0 finds out what the files contain and tells the others, so that a file is opened by those that need its tensors
-alone. What a rank needs as a whole is left to rank 0, and to `sync.broadcast_state`.
+Rank 0 reads what the files contain, and tells the other ranks. So a rank opens only files with tensors that it needs.
+Rank 0 verifies what ranks need as a whole; `sync.broadcast_state` sends it.
 
 torch.distributed.checkpoint is not used: its files have no checksums, and its index is a pickle.
 """
@@ -9,6 +9,7 @@ torch.distributed.checkpoint is not used: its files have no checksums, and its i
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json
 from hvdtrain.errors import CheckpointError, UnreadableCheckpointError
 from hvdtrain.state.checkpoint_store import MANIFEST, detect_damage, load
 from hvdtrain.state.pieces import DTYPES, Assembly, Key, StateDict, lazily, named_like
-from hvdtrain.state.tensor_file import FileDigest, StoredFile, StoredTensor
+from hvdtrain.state.stored_file import FileDigest, StoredFile, StoredTensor
 from hvdtrain.state.train_state import TrainState
 
 Parts = dict[Key, Tensor | None]
@@ -31,11 +32,11 @@ Found = TypeVar("Found")
 
 def find_together(
     find: Callable[[Read], Found], state: TrainState, comm: Comm, progress: Callable[[], None]
-) -> tuple[Callable[[], Found | None], Parts | None]:
+) -> tuple[Callable[[], Found], Parts | None]:
     """Find a checkpoint on rank 0, where `find` gets a function that reads one on all ranks. Collective: yes.
 
-    Returns a function with the result, or the error, of `find`, and what this rank has read of the last checkpoint;
-    None if not all ranks see it.
+    Returns a function for rank 0 that gives the result, or the error, of `find`, and what this rank has read of the
+    last checkpoint; None if not all ranks see it.
     """
     parts: Parts | None = None
 
@@ -49,26 +50,22 @@ def find_together(
         parts = _read(index, stored, state, comm, progress)
         return load(path, progress) if parts is None else stored
 
+    outcome: Future[Found] = Future()
     if comm.rank:
         while (index := broadcast_json(comm, None, name="read/index")) is not None:
             try:
                 parts = _read(index, _of_index(index, progress), state, comm, progress)
             except CheckpointError:  # rank 0 has it, too
                 parts = None
-        return lambda: None, parts
-    try:
-        found = find(read)
-    except Exception as error:
-        caught = error
-
-        def fail() -> Found:
-            raise caught
-
-        return fail, parts
-    finally:
-        if comm.size > 1:
-            broadcast_json(comm, None, name="read/index")
-    return lambda: found, parts
+    else:
+        try:
+            outcome.set_result(find(read))
+        except Exception as error:
+            outcome.set_exception(error)
+        finally:
+            if comm.size > 1:
+                broadcast_json(comm, None, name="read/index")
+    return outcome.result, parts
 
 
 def _read(

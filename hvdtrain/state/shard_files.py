@@ -37,7 +37,8 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.files import fsync, write_text
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.tensor_file import FileDigest, read_header, write_tensors
+from hvdtrain.state.stored_file import FileDigest
+from hvdtrain.state.tensor_file import read_header, write_tensors
 
 MIN_BYTES = 32 << 20  # fewer bytes are not worth a file of their own
 

@@ -149,12 +149,7 @@ class TrainState:
         own = {name: tensor for name, tensor in self.model.state_dict(keep_vars=True).items() if name not in left_out}
         shapes = specs(stored)
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
-        loaded = {}
-        for name, source in names.items():
-            divided = own.get(name)
-            is_own = divided is not None and is_divided(divided)
-            loaded[name] = take_rows(lazily(stored, source), divided) if is_own else stored[source]
-        return loaded, not left_out
+        return {name: take_rows(lazily(stored, source), own.get(name)) for name, source in names.items()}, not left_out
 
     def cut(self, group: str, name: str, whole: W) -> Tensor | W | None:
         """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""

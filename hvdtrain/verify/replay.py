@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -100,19 +101,15 @@ def _tensor_hashes(run: Path) -> dict[int, dict[str, str]]:
     found = {}
     for event in read_events(RunLayout(run).journal, "parameters"):
         names = event.get("names", names)
-        found[event["at_step"]] = dict(zip(names, _hashes(event["hashes"]), strict=False))
+        found[event["at_step"]] = dict(zip(names, wrap(event["hashes"], _DIGITS), strict=False))
     return found
-
-
-def _hashes(text: str) -> list[str]:
-    return [text[first : first + _DIGITS] for first in range(0, len(text), _DIGITS)]
 
 
 def _unequal_passes(run: Path, step: int, one: str, other: str) -> list[str]:
     """Return the micro-batches of a step with unequal hashes; with rank and samples, if the run's ledger has them."""
     if one == other or len(one) != len(other):
         return []
-    pairs = [*zip(_hashes(one), _hashes(other), strict=True)]
+    pairs = [*zip(wrap(one, _DIGITS), wrap(other, _DIGITS), strict=True)]
     wrong = [number for number, (mine, others) in enumerate(pairs) if mine != others]
     if len(wrong) == len(pairs) > 1:
         return ["each micro-batch"]

@@ -65,7 +65,7 @@ def _read(file: Path) -> dict[str, Outcome]:
 
 
 def cut_off(outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
-    """Return the outcomes of a run that was ended because it had no more time: what it was doing did not run."""
+    """Return the outcomes of a run that was ended at its time limit: a test that had not ended counts as not run."""
     return {name: Outcome(NOT_RUN) if outcome.error == LOST else outcome for name, outcome in outcomes.items()}
 
 

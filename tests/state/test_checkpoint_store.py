@@ -20,7 +20,7 @@ from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, Measure, load
 from hvdtrain.state.manifest import MANIFEST, manifest_text
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.tensor_file import FileDigest
+from hvdtrain.state.stored_file import FileDigest
 from hvdtrain.state.train_state import Progress, TrainState
 from tests.support.checkpoints import same_state, save
 from tests.support.full_disk import room_for

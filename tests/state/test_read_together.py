@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.errors import ConfigError
 from hvdtrain.state import read_together
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.tensor_file import StoredFile
+from hvdtrain.state.stored_file import StoredFile
 from tests.laws.test_laws import check_same, record
 from tests.support.gallery import Recorded
 from tests.support.stack import STACK
@@ -31,7 +31,8 @@ def _optimizer(folder: Path) -> Path:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file has many blocks, however small it is."""
-    monkeypatch.setattr("hvdtrain.state.tensor_file.CHECKED_BYTES", 64)
+    for module in ("stored_file", "tensor_file"):
+        monkeypatch.setattr(f"hvdtrain.state.{module}.CHECKED_BYTES", 64)
 
 
 @pytest.mark.parametrize(("before", "size"), [(3, 3), (3, 2), (2, 4)])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hvdtrain.errors import CheckpointError
 from hvdtrain.state.pieces import Assembly
-from hvdtrain.state.tensor_file import _DTYPES, CHECKED_BYTES, FileDigest, StoredFile, read_tensors, write_tensors
+from hvdtrain.state.stored_file import CHECKED_BYTES, FileDigest, StoredFile
+from hvdtrain.state.tensor_file import _DTYPES, read_tensors, write_tensors
 from tests.support.checkpoints import bits
 
 SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (7,), (5, 3, 2)]

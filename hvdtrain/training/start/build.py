@@ -112,6 +112,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
     place, places, records = dimensions.samples(comm.rank, comm.size)
     routers, passes_count = routers_of(worker.state.model), dimensions.pass_counts(comm.rank)
     second = make_second_rank(current)
+    hashes = ParameterHashes(train.check_every, worker.state.model, engine, None if comm.rank else recorder.event)
     step_parts: list[StepPart | None] = [
         FirstPass(config, device, comm.size, recorder.event, dimensions.same_samples) if counts_flops else None,
         current.batch_norm,
@@ -121,7 +122,7 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         # Changes biases after the step is applied, which there is nothing to roll back of.
         RouterLoads(routers, comm, train.router_bias, recorder.event, counts=passes_count) if routers else None,
         second,
-        _parameter_hashes(current, engine) if worker.plan.bits and train.check_every else None,
+        hashes if worker.plan.bits and train.check_every else None,
         Confirmation(comm, device) if elastic and device.type == "cuda" else None,
     ]
     stepper = Stepper(
@@ -196,8 +197,3 @@ def build_trainer(current: Round, engine: Engine, energy: EnergyUse) -> Trainer:
         balance=balance,
         apart=apart,
     )
-
-
-def _parameter_hashes(current: Round, engine: Engine) -> ParameterHashes:
-    record = current.recorder.event if current.comm.rank == 0 else None
-    return ParameterHashes(current.run.config.train.check_every, current.worker.state.model, engine, record)

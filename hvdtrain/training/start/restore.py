@@ -104,7 +104,7 @@ def _report_resumed(worker: WorkerState, comm: Comm, recorder: Recorder) -> None
     recorder.say(f"resuming from step {progress.step} with {comm.size} rank(s){since}")
 
 
-def _restore(current: Round, loaded: list[StateDict], find: Callable[[], _Search | None]) -> int:
+def _restore(current: Round, loaded: list[StateDict], find: Callable[[], _Search]) -> int:
     """On rank 0: load what was found, report changes, write the config; return the step to resume from.
 
     If rank 0 holds only pieces of the state, it also appends the whole state to `loaded`, then the one in the files if
@@ -116,9 +116,7 @@ def _restore(current: Round, loaded: list[StateDict], find: Callable[[], _Search
     claim, store = current.claim, current.store
     assert store is not None and claim is not None
     state, old = worker.state, claim.old_config()
-    search = find()
-    assert search is not None
-    resume, saves, found = search
+    resume, saves, found = find()
     if found is None and not saves and resume != "never":
         check_checkpoints_are_there(claim, store)
     own = found is not None and found[0].path.resolve().is_relative_to(store.directory.resolve())

@@ -38,24 +38,26 @@ MUTATIONS: Table = {
             "if CHECKSUM in manifest and manifest.get(CHECKSUM) != _own_checksum(content):",
         ),
     },
-    ("state/tensor_file.py", "tests/state/test_damage.py", "tests/state/test_checkpoint_store.py"): {
+    ("state/stored_file.py", "tests/state/test_damage.py", "tests/state/test_checkpoint_store.py"): {
         "a file with other bytes of the same size is accepted": (
             "    if hasher.hexdigest() != digest.checksum:\n",
             "    if len(hasher.hexdigest()) != len(digest.checksum):\n",
         ),
     },
-    ("state/tensor_file.py", "tests/state/test_tensor_file.py"): {
+    ("state/stored_file.py", "tests/state/test_tensor_file.py"): {
         "a part of a file with other bytes is accepted": (
             "if found != self.digest.blocks[number * _DIGITS : (number + 1) * _DIGITS]:",
             "if len(found) != _DIGITS:",
         ),
+    },
+    ("state/tensor_file.py", "tests/state/test_tensor_file.py"): {
         "a block's checksum has the bytes of the next one, too": (
             "of_block, block, room = xxhash.xxh3_64(), block[room:], CHECKED_BYTES",
             "block, room = block[room:], CHECKED_BYTES",
         ),
     },
     ("state/read_together.py", "tests/state/test_read_together.py"): {
-        "damage that another rank finds is not told": (
+        "rank 0 does not learn of damage that another rank finds": (
             "        if each is not None:\n",
             "        if each is not None and not rank:\n",
         ),
