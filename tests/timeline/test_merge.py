@@ -22,9 +22,8 @@ from tests.support.trace_format import check_trace
 
 TRACES = Path(__file__).parent / "traces"
 FLOWS = ("s", "t", "f")
-TOLERANCE_US = 2000.0
-"""Of the median: a single one may be late, where other processes have the cores. 3 us of torch's and 60 of Horovod's
-were measured."""
+TOLERANCE_US = 1000.0
+"""Of clocks: 60 us were measured."""
 
 Event = dict[str, Any]
 
@@ -75,15 +74,14 @@ def test_a_span_of_two_sources_has_one_time(recorded: Path, tmp_path: Path) -> N
     events = load(tmp_path / "all.json")
     spans = [e for e in events if e["ph"] == "X"]
 
-    def assert_alike(theirs: list[float], ours: list[float], count: int) -> None:
-        """Each of theirs is near one of ours."""
-        assert len(theirs) == count
-        distance = np.abs(np.subtract.outer(theirs, ours)).min(axis=1)
-        assert np.median(distance) < TOLERANCE_US
-
-    exchanges = [e for e in spans if e["pid"] == 0 and EXCHANGE <= e["tid"] < 1 << 16]
+    ours = np.array([(e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == 0 and e["tid"] == EXCHANGE])
     of_horovod = [e for e in spans if e["name"] == "ALLREDUCE" and e["args"]["tensor"].endswith("gradients/0")]
-    assert_alike(*([e["ts"] + e["dur"] for e in each] for each in (of_horovod, exchanges)), count=21)
+    theirs = np.array([(e["ts"], e["ts"] + e["dur"]) for e in of_horovod])
+    assert len(theirs) == 21
+    # Each is within one of ours, which may begin much earlier and end much later where other processes have the cores.
+    around = (ours[:, 0] < theirs[:, :1] + TOLERANCE_US) & (ours[:, 1] > theirs[:, 1:] - TOLERANCE_US)
+    assert around.any(axis=1).all()
+    assert np.abs(ours[around.argmax(axis=1), 1] - theirs[:, 1]).min() < TOLERANCE_US
 
 
 @pytest.mark.slow
