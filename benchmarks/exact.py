@@ -8,11 +8,21 @@ the tree and as autograd adds them, over the sum of magnitudes, against float64.
 `exact/hashes` counts the different hashes of parameters and optimizer after 300 steps of an elastic job on 1, 2, 3 and
 4 ranks. Those of several ranks are struck by SIGKILL again and again, `exact/kills` times in all; each is followed by a
 join.
+
+`exact/flips/RANKS` are steps in each of which a bit of a gradient, an activation or a parameter flips on some rank, in
+a micro-batch that another rank repeats. `.../named` are those whose rank is named in this step or the next,
+`.../without_effect` those after which no bit of a gradient was another one, `.../other` the rest. `.../hashes` counts
+the different states at the end of the job with them and of one without: 1 says that no flip had an effect.
+`exact/clean/alarms` counts alarms in as many checked steps without a flip. `exact/replayed` counts steps of 8 ranks
+which `hvdtrain replay` repeats on one with the same bits, of `exact/replays`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +34,14 @@ from jobs import Setting, race
 from soak import Soak, alone
 
 from hvdtrain.data.tree import Counter
+from hvdtrain.observe.past_journal import read_events
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
-from tests.support.chaos import TASK
+from hvdtrain.verify.replay import replay
+from tests.support.chaos import ROOT, TASK
+from tests.support.flips import CHECKED as ALL_CHECKED
+from tests.support.flips import Plan, anywhere, train_flipped
+from tests.support.launch import ENVIRONMENT
 
 BITS = {"train.reproducible": "bits"}
 STOPPED = {"observe.stall_timeout_s": 0}  # jobs are stopped between turns
@@ -70,6 +85,46 @@ def state_hash(run: Path) -> str:
     return made.hexdigest()
 
 
+def flips(size: int, steps: int, folder: Path) -> list[Figure]:
+    """Flip a bit in each step but the last one, whose alarm would come in the next."""
+    plan, runs = anywhere(size), {}
+    plans: dict[str, Plan] = {"clean": lambda step: (-1, ""), "found": lambda s: plan(s) if s < steps else (-1, "")}
+    for name, each in plans.items():
+        runs[name] = train_flipped(folder / name, *ALL_CHECKED, size=size, steps=steps, plan=each).run
+    alarms = [*read_events(RunLayout(runs["found"]).journal, "wrong_rank")]
+    wrong = {step: plan(step)[0] for step in range(1, steps)}
+    named = {s for s, rank in wrong.items() for e in alarms if e["rank"] == rank and e["at_step"] in (s, s + 1)}
+    seen = {step for alarm in alarms for step in (alarm["at_step"], alarm["at_step"] - 1)}
+    counts = {
+        "": len(wrong),
+        "/named": len(named),
+        "/without_effect": len(wrong.keys() - named - seen),
+        "/other": len((wrong.keys() & seen) - named),
+        "/hashes": len({state_hash(run) for run in runs.values()}),
+    }
+    return [figure(f"exact/flips/{size}_ranks{name}", [count], "") for name, count in counts.items()]
+
+
+def clean(steps: int, folder: Path) -> list[Figure]:
+    run = train_flipped(folder, *ALL_CHECKED, size=2, steps=steps).run
+    alarms = [*read_events(RunLayout(run).journal, "wrong_rank")]
+    return [figure("exact/clean", [steps], "steps"), figure("exact/clean/alarms", [len(alarms)], "")]
+
+
+def replayed(count: int, folder: Path) -> list[Figure]:
+    run, steps = folder / "run", 200
+    own = ["--train.reproducible=bits", "--train.global_batch=32", f"--train.steps={steps}", f"--run_dir={run}"]
+    saves = ["--checkpoint.every=10", "--checkpoint.keep=30"]
+    command = [sys.executable, "-m", "hvdtrain", "launch", "-np", "8", "--", *TASK, *own, *saves]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True)
+    equal = 0
+    for step in random.Random(0).sample(range(1, steps + 1), count):
+        with tempfile.TemporaryDirectory(dir=folder) as own_folder:
+            equal += replay(run, step, Path(own_folder), lambda text: None).step is None
+    return [figure("exact/replays", [count], ""), figure("exact/replayed", [equal], "")]
+
+
 def errors(count: int = 64) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1 << 16, generator=generator) + 0.1 for _ in range(count)]
@@ -98,6 +153,12 @@ def measure(quick: bool) -> list[Figure]:
     figures.append(
         figure("exact/default/2_ranks/verified_over_bits", ratios(found["verified"], found["bits"]), "ratio")
     )
+    with tempfile.TemporaryDirectory(prefix="exact-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        figures += clean(500 if quick else 20_000, folder / "clean")
+        for size in (2, 4):
+            figures += flips(size, 50 if quick else 501, folder / f"flips-{size}")
+        figures += replayed(3 if quick else 50, folder)
     return [*figures, *hashes(quick)]
 
 

@@ -26,8 +26,9 @@ import torch
 from common import ratios
 from gpu import RESULT
 
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.spans import JOURNAL_KEYS
+from tests.support.journals import read_journal
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_ALLOWED = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -28,7 +28,7 @@ from time_to_loss import Run
 
 from hvdtrain import Config
 from hvdtrain.config.schema import LEARNING_RATES
-from hvdtrain.observe.past_journal import read_journal
+from tests.support.journals import read_journal
 
 STEPS, QUICK_STEPS = 400, 100
 SHORT = 0.65

@@ -36,7 +36,8 @@ from models import MODELS
 from peer_packages import is_installed
 from time_to_loss import Run
 
-from hvdtrain.observe.past_journal import is_finished, read_journal
+from hvdtrain.observe.past_journal import is_finished
+from tests.support.journals import read_journal
 from tests.support.two_hosts import UnavailableError, two_hosts
 
 ROUND, WINDOW = 32, 16

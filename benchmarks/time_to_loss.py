@@ -31,7 +31,7 @@ from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import parse
 from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from hvdtrain.exchange.reducer import BUCKET_BYTES
-from hvdtrain.observe.past_journal import read_journal
+from tests.support.journals import read_journal
 from tests.support.two_hosts import TwoHosts, two_hosts
 
 STOCK = "stock_horovod"

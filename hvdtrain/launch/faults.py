@@ -1,6 +1,7 @@
 """Lost workers and agents, and their consequences; workers that hang, which are killed. Slow ones are left alone.
 
-A rank that computes without progress, such as one that compiles, gets more time; not for ever, as it may be in a loop.
+A rank that computes without progress, such as one that compiles, gets more time, and one that waits for a slow file
+system; not for ever, as it may be in a loop.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from hvdtrain.launch.worker_process import EVERY_S
 from hvdtrain.launch.worker_starts import start_cooldown
 
 WORKING_TIMES = 10
-"""Multiple of the timeout for a rank that computes."""
+"""Multiple of the timeout for a rank that works."""
 
 _WORKED_S = 15.0
-"""For how long a rank counts as computing after it was last found to compute. Agents measure every `EVERY_S`."""
+"""For how long a rank counts as working after it was last found to work. Agents measure every `EVERY_S`."""
 
 _STACKS_S = 0.5  # time for a hanging rank to write its stack before it is killed
 
@@ -169,7 +170,7 @@ def _silent_workers(job: Job) -> list[Worker]:
         w
         for w in fresh
         if (w.stopped_s is not None and len(known) > 1 and _silence_s(job, w) >= limits.silent_s)
-        or (mute and heard and _silence_s(job, w) >= mute and not _is_computing(job, w, _silence_s(job, w)))
+        or (mute and heard and _silence_s(job, w) >= mute and not _is_working(job, w, _silence_s(job, w)))
     ]
 
 
@@ -177,7 +178,7 @@ def _blocking_workers(job: Job) -> list[Worker]:
     """Return members without progress while all others wait, in a collective or for the next round, or hang as well."""
     timeout = job.limits.hang_timeout_s
     members = [w for w in job.members() if w.present]
-    idle = [w for w in members if not w.joined and w.idle_s > timeout and not _is_computing(job, w, w.idle_s)]
+    idle = [w for w in members if not w.joined and w.idle_s > timeout and not _is_working(job, w, w.idle_s)]
     blocking = [w for w in idle if not w.waiting]
     waiting = [w for w in members if w.joined or w.waiting]
     overdue = job.fault_s is not None and job.now_s - job.fault_s >= timeout
@@ -188,8 +189,8 @@ def _blocking_workers(job: Job) -> list[Worker]:
     return blocking
 
 
-def _is_computing(job: Job, worker: Worker, idle_s: float) -> bool:
-    """Check whether a worker without progress for `idle_s` computes, and is within its time."""
+def _is_working(job: Job, worker: Worker, idle_s: float) -> bool:
+    """Check whether a worker without progress for `idle_s` works, and is within its time."""
     since_s = job.now_s - idle_s
     seen_since_s = max(since_s + EVERY_S, job.now_s - _WORKED_S)  # CPU time before its last progress does not count
     return worker.busy_s >= seen_since_s and idle_s <= WORKING_TIMES * job.limits.hang_timeout_s

@@ -176,7 +176,7 @@ class Worker:
     idle_s: float = 0.0  # from that heartbeat
     waiting: bool = False  # from that heartbeat
     stopped_s: float | None = None  # since when its process is stopped, for example by SIGSTOP; None if it runs
-    busy_s: float = NEVER  # when it was last found to compute
+    busy_s: float = NEVER  # when it was last found to work
     entered_s: float = NEVER  # when its round began
 
     @property

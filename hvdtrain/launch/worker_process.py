@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from hvdtrain.programs import read_stat
@@ -152,35 +153,38 @@ class WorkerProcess:
                 self._report("line", text=line.decode("utf-8", "replace").rstrip("\n"), err=err)
 
 
-def cpu_seconds(leaders: Collection[int]) -> dict[int, float]:
-    """Return the CPU seconds of sessions, by the number of the process that leads each."""
+def find_work(leaders: Collection[int]) -> dict[int, tuple[float, bool]]:
+    """Return of sessions, by their leaders, the CPU seconds, and whether a thread waits for a disk or a file system."""
     import psutil  # takes 30 ms, which only agents need
 
-    used = dict.fromkeys(leaders, 0.0)
+    found = dict.fromkeys(leaders, (0.0, False))
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended
             stat = read_stat(pid)
-            if stat.session in used:
-                used[stat.session] += stat.cpu_s
-    return used
+            if stat.session in found:
+                cpu_s, waits = found[stat.session]
+                threads = Path(f"/proc/{pid}/task")
+                waits = waits or any(read_stat(int(each.name), threads).state == "D" for each in threads.iterdir())
+                found[stat.session] = (cpu_s + stat.cpu_s, waits)
+    return found
 
 
 class BusyWorkers:
-    """Finds workers that compute, themselves or in processes that they started. Each worker leads a session."""
+    """Finds workers that compute or wait for files, also in processes that they started. Each leads a session."""
 
-    def __init__(self, read: Callable[[Collection[int]], Mapping[int, float]] = cpu_seconds) -> None:
+    def __init__(self, read: Callable[[Collection[int]], Mapping[int, tuple[float, bool]]] = find_work) -> None:
         self._read = read
-        self._used: Mapping[int, float] = {}
+        self._found: Mapping[int, tuple[float, bool]] = {}
         self._looked_s = 0.0
 
     def find_busy(self, workers: Mapping[int, int], now_s: float) -> list[int]:
-        """Return the workers that have computed since the last measurement; none less than `EVERY_S` after it.
+        """Return the workers that have worked since the last measurement; none less than `EVERY_S` after it.
 
         `workers`: process numbers by the workers' numbers.
         """
         passed_s = now_s - self._looked_s
         if passed_s < EVERY_S:
             return []
-        before, self._used, self._looked_s = self._used, self._read(set(workers.values())), now_s
-        known = {number: pid for number, pid in workers.items() if pid in before}
-        return [n for n, pid in known.items() if self._used[pid] - before[pid] >= _BUSY * passed_s]
+        before, self._found, self._looked_s = self._found, self._read(set(workers.values())), now_s
+        pairs = {number: (before[pid], self._found[pid]) for number, pid in workers.items() if pid in before}
+        return [n for n, ((past_s, _), (now, waits)) in pairs.items() if waits or now - past_s >= _BUSY * passed_s]

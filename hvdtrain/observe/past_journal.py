@@ -45,11 +45,6 @@ def _is_known(record: Any) -> bool:
     return isinstance(record, dict) and ("event" in record or "step" in record)
 
 
-def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """Return all lines of a journal in order."""
-    return list(journal_lines(path))
-
-
 def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
     """Return the steps of a journal by number. The last line counts for a step that ran again after a resume."""
     return {line["step"]: line for line in journal_lines(path) if "event" not in line}

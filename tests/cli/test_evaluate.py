@@ -12,9 +12,9 @@ import hvdtrain
 from hvdtrain.cli.evaluate import main
 from hvdtrain.comm.base import Comm
 from hvdtrain.config.parse import parse_argv
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.state.checkpoint_store import load
 from hvdtrain.training.evaluate_run import Evaluated, Split, evaluate_run, for_evaluation
+from tests.support.journals import read_journal
 from tests.support.thread_comm import on_ranks
 from tests.support.toy import toy
 

@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hvdtrain.observe.past_journal import read_journal
 from tests.support.gallery import SECRET, Gallery
+from tests.support.journals import read_journal
 from tests.support.launch import ROOT, ending, run, train, training
 
 TASK = f"--task={ROOT}/tests/support/failing.py:failing"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.gallery import TOY
+from tests.support.journals import read_journal
 from tests.support.tensorboard_run import read
 from tests.support.thread_job import train_on_threads
 

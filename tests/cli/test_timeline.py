@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.install import record
-from hvdtrain.observe.past_journal import read_journal
 from tests.support.gallery import Gallery
+from tests.support.journals import read_journal
 from tests.support.launch import ROOT, program, run, train
 
 TOY = [f"--task={ROOT}/tests/support/toy.py:toy", "--train.steps=8", "--train.global_batch=8", "--train.micro_batch=2"]

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from hvdtrain.__main__ import main
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.runtime.environment import JOB
+from tests.support.journals import read_journal
 
 TOY = str(Path(__file__).parents[1] / "support" / "toy.py") + ":toy"
 SHORT = ["--task", TOY, "--train.steps=6", "--checkpoint.every=2", "--train.global_batch=4", "--train.micro_batch=2"]

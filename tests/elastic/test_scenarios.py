@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.past_journal import read_events, read_journal
+from hvdtrain.observe.past_journal import read_events
 from tests.support.chaos_rank import EXCEPTION, MEETING, WRONG_BITS
+from tests.support.journals import read_journal
 from tests.support.scenario import STEPS, Hosts, Scenario, nothing_lost
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.stage_links import random_state, set_random_state
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.runtime.host import cores_near, cpu_ranges
 from hvdtrain.spans import DEVICE, Spans
 from hvdtrain.state.pieces import StateDict
@@ -30,6 +30,7 @@ from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.records.listeners import ON_DEVICE
 from hvdtrain.training.start.device import pick_device
 from tests.gpu.test_exchange_cuda import no_waiting
+from tests.support.journals import read_journal
 from tests.support.launch import train
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace

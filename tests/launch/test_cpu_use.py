@@ -1,25 +1,47 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import time
+from pathlib import Path
 
-from hvdtrain.launch.worker_process import EVERY_S, BusyWorkers, cpu_seconds
+import pytest
+
+from hvdtrain.launch.worker_process import EVERY_S, BusyWorkers, find_work
+
+WAITING = "#include <unistd.h>\nint main(void) { if (vfork() == 0) { pause(); _exit(0); } return 0; }\n"
+"""A parent waits for such a child as for a disk."""
 
 
 def test_a_session_that_computes_is_detected() -> None:
     session = os.getsid(0)
-    before = cpu_seconds([session, 0])
-    while cpu_seconds([session])[session] < before[session] + 0.02:  # which itself takes time of the processor
+    before = find_work([session, 0])[session][0]
+    while find_work([session])[session][0] < before + 0.02:  # which itself takes time of the processor
         pass
-    assert cpu_seconds([-1]) == {-1: 0.0}
+    assert find_work([-1]) == {-1: (0.0, False)}
 
 
-def test_a_quarter_of_a_core_since_the_last_look_is_work() -> None:
-    used = {100: 3.0, 101: 3.0, 102: 3.0}
-    work = BusyWorkers(lambda leaders: {pid: used[pid] for pid in leaders})
+def test_a_session_that_waits_for_a_disk_is_detected(tmp_path: Path) -> None:
+    (tmp_path / "waiting.c").write_text(WAITING)
+    subprocess.run(["gcc", "-o", "waiting", "waiting.c"], cwd=tmp_path, check=True)
+    with subprocess.Popen(["sh", "-c", "./waiting & wait"], cwd=tmp_path, start_new_session=True) as leader:
+        try:
+            while not find_work([leader.pid])[leader.pid][1]:
+                time.sleep(0.01)
+        finally:
+            os.killpg(leader.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_quarter_of_a_core_since_the_last_look_is_work_and_so_is_waiting_for_a_disk(waits: bool) -> None:
+    found = dict.fromkeys((100, 101, 102), (3.0, False))
+    work = BusyWorkers(lambda leaders: {pid: found[pid] for pid in leaders})
     workers = {0: 100, 1: 101}
     assert work.find_busy(workers, 1000.0) == []
-    used.update({100: 3.0 + EVERY_S / 4, 101: 3.0 + EVERY_S / 4 - 0.1, 102: 99.0})
+    more_s = EVERY_S / 4
+    found |= {100: (3.0 + more_s, False), 101: (3.0 + more_s - 0.1, waits), 102: (99.0, False)}
     assert work.find_busy(workers, 1000.0 + EVERY_S / 2) == []
-    assert work.find_busy({**workers, 2: 102}, 1000.0 + EVERY_S) == [0]
-    used.update({102: 99.0 + EVERY_S})
+    assert work.find_busy({**workers, 2: 102}, 1000.0 + EVERY_S) == [0, 1][: 1 + waits]
+    found |= {101: (3.0 + more_s, False), 102: (99.0 + EVERY_S, False)}
     assert work.find_busy({**workers, 2: 102}, 1000.0 + 2 * EVERY_S) == [2]

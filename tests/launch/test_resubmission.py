@@ -14,9 +14,10 @@ import pytest
 from hvdtrain.errors import LaunchError
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.targets import TARGETS
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.launch.test_real_mpis import AWKWARD
 from tests.support import jobs
+from tests.support.journals import read_journal
 from tests.support.launch import ROOT, TIMEOUT_S, program
 
 FAKES = """#!{python}

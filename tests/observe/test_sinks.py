@@ -13,8 +13,8 @@ from hvdtrain.errors import ConfigError
 from hvdtrain.observe import sinks
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.output import Progress
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Background, FunctionSink, Recorder, sink_maker
+from tests.support.journals import read_journal
 from tests.support.launch import TIMEOUT_S
 
 

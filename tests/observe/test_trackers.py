@@ -9,7 +9,8 @@ import pytest
 
 import hvdtrain
 from hvdtrain.observe import trackers
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
+from tests.support.journals import read_journal
 from tests.support.toy import toy
 
 

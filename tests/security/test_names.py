@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.__main__ import main
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.shell_commands import resume_command
 from hvdtrain.runtime.environment import RankInfo
 from tests.support.audited import audited, seen
+from tests.support.journals import read_journal
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, train
 
 SUPPORT = ROOT / "tests" / "support"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.observe.past_journal import read_journal
 from tests.support.audited import audited, of_launcher, seen
 from tests.support.gallery import Gallery
+from tests.support.journals import read_journal
 from tests.support.launch import ENVIRONMENT, ROOT, TIMEOUT_S, program, run, train
 
 TOY = (

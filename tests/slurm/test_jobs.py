@@ -11,8 +11,8 @@ import pytest
 
 from hvdtrain.launch.spec import Batch, JobSpec, Mpi
 from hvdtrain.launch.targets import schedulers as target
-from hvdtrain.observe.past_journal import read_journal, read_steps
-from tests.support.journals import read_events, read_losses
+from hvdtrain.observe.past_journal import read_steps
+from tests.support.journals import read_events, read_journal, read_losses
 from tests.support.launch import ROOT, train
 from tests.support.slurm import SLOTS, Slurm, one_node
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from tests.support.chaos_rank import BALLAST, COPIES, PHASES, SIGNALS
+from tests.support.journals import read_journal
 from tests.support.launch import ENVIRONMENT, TIMEOUT_S
 from tests.support.slurm import Slurm
 from tests.support.two_hosts import TwoHosts, two_hosts

@@ -20,12 +20,13 @@ from typing import Any
 
 from filelock import FileLock
 
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.task.base import Task
 from tests.support.audited import audited
 from tests.support.divided_models import DIVIDED, FOUR, STAGES, TWO, of_variant
+from tests.support.journals import read_journal
 from tests.support.launch import ROOT, TIMEOUT_S, run, stop_by_sigterm, train, training
 from tests.support.recorded import FAULT
 from tests.support.scenario import Scenario

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.observe.past_journal import read_journal, read_steps
+from hvdtrain.observe.past_journal import journal_lines, read_steps
 
 BEGIN_S = 1e9
 FACTS = {
@@ -57,6 +57,11 @@ class FakeRun:
         if end:
             self.write({"event": end, "at_step": after + len(losses), "time": self.now_s})
         return self
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """All lines of a journal in order."""
+    return list(journal_lines(path))
 
 
 def read_events(run: Path | str, name: str) -> list[dict[str, Any]]:

@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from hvdtrain.install.versions import REMOTE_SHELL, has_remote_shell
-from hvdtrain.observe.past_journal import AFTER_END, read_journal
+from hvdtrain.observe.past_journal import AFTER_END
+from tests.support.journals import read_journal
 from tests.support.warm import is_warm, warm_python
 
 ROOT = Path(__file__).parents[2]

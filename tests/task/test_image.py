@@ -9,7 +9,6 @@ from torch import nn
 
 import hvdtrain
 from hvdtrain.errors import ConfigError
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.task.image import (
     PRESETS,
     ImageConfig,
@@ -23,6 +22,7 @@ from hvdtrain.task.image import (
     split,
     with_group_norm,
 )
+from tests.support.journals import read_journal
 
 pytest.importorskip("transformers", reason="the transformers library is not installed")
 sklearn_datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")

@@ -14,10 +14,10 @@ import hvdtrain
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.observe.failure.reporter import JobFacts
 from hvdtrain.observe.journal import LineFile
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.training.loop.step_sums import SAVE, TERMINATE, PendingSignals, handlers_as_before
 from hvdtrain.training.result import journal_figures
+from tests.support.journals import read_journal
 from tests.support.toy import toy
 
 OPTIONS = {"train": {"steps": 1, "global_batch": 4, "micro_batch": 2}}

@@ -16,13 +16,13 @@ import hvdtrain
 from hvdtrain.config.schema import Config
 from hvdtrain.errors import ConfigError
 from hvdtrain.observe.output import Progress
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import Plan
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.spans import Spans
 from hvdtrain.training.records import observers
 from hvdtrain.training.round import Round
+from tests.support.journals import read_journal
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 from tests.support.trace_format import check_trace

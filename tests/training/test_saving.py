@@ -17,14 +17,13 @@ import pytest
 
 import hvdtrain
 from hvdtrain.errors import CheckpointError
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.spans import Spans
 from hvdtrain.state import background_writer, checkpoint_store, shard_files
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import MANIFEST, CheckpointStore
 from hvdtrain.training.loop import saving
 from hvdtrain.training.loop.saving import Saving
-from tests.support.journals import read_events, read_losses
+from tests.support.journals import read_events, read_journal, read_losses
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy

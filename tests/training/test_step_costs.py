@@ -12,7 +12,7 @@ from hvdtrain import Task
 from tests.support.divided_models import divided
 from tests.support.step_costs import TINY, Calls, Operations, more_than_by_hand, task
 
-PASSES = 4
+PASSES = 2
 
 
 def dense() -> Task:

@@ -22,7 +22,6 @@ from hvdtrain.engine.make import make_engine
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.observe.journal import Journal
 from hvdtrain.observe.output import Progress as Display
-from hvdtrain.observe.past_journal import read_journal
 from hvdtrain.observe.sinks import Recorder
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.run_layout import RunLayout
@@ -39,6 +38,7 @@ from hvdtrain.training.loop.feed import begin_start
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.restore import resume_state
 from hvdtrain.training.start.run_directory import claim_run_directory
+from tests.support.journals import read_journal
 from tests.support.thread_comm import ThreadComm, on_ranks
 from tests.support.toy import toy
 
