@@ -9,10 +9,10 @@ the tree and as autograd adds them, over the sum of magnitudes, against float64.
 4 ranks. Those of several ranks are struck by SIGKILL again and again, `exact/kills` times in all; each is followed by a
 join.
 
-`exact/flips/RANKS` are steps in each of which a bit of a gradient, an activation or a parameter flips on some rank, in
-a micro-batch that another rank repeats. `.../named` are those whose rank is named in this step or the next,
-`.../without_effect` those after which no bit of a gradient was another one, `.../other` the rest. `.../hashes` counts
-the different states at the end of the job with them and of one without: 1 says that no flip had an effect.
+`exact/flips/RANKS` are steps in each of which a bit of a gradient, an activation or (of four ranks) a parameter flips
+on some rank, in a micro-batch that another rank repeats. `.../named` are those whose rank is named in this step or the
+next, `.../without_effect` those after which no bit of a gradient was another one, `.../other` the rest. `.../hashes`
+counts the different states at the end of the job with them and of one without: 1 says that no flip had an effect.
 `exact/clean/alarms` counts alarms in as many checked steps without a flip. `exact/replayed` counts steps of 8 ranks
 which `hvdtrain replay` repeats on one with the same bits, of `exact/replays`.
 """
@@ -40,7 +40,7 @@ from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.verify.replay import replay
 from tests.support.chaos import ROOT, TASK
 from tests.support.flips import CHECKED as ALL_CHECKED
-from tests.support.flips import Plan, anywhere, train_flipped
+from tests.support.flips import KINDS, Plan, anywhere, train_flipped
 from tests.support.launch import ENVIRONMENT
 
 BITS = {"train.reproducible": "bits"}
@@ -86,8 +86,11 @@ def state_hash(run: Path) -> str:
 
 
 def flips(size: int, steps: int, folder: Path) -> list[Figure]:
-    """Flip a bit in each step but the last one, whose alarm would come in the next."""
-    plan, runs = anywhere(size), {}
+    """Flip a bit in each step but the last one, whose alarm would come in the next.
+
+    Of two ranks it may not be known whose parameter is wrong; then training stops. So those are left out.
+    """
+    plan, runs = anywhere(size, KINDS[: 3 if size > 2 else 2]), {}
     plans: dict[str, Plan] = {"clean": lambda step: (-1, ""), "found": lambda s: plan(s) if s < steps else (-1, "")}
     for name, each in plans.items():
         runs[name] = train_flipped(folder / name, *ALL_CHECKED, size=size, steps=steps, plan=each).run

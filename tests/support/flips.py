@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ Plan = Callable[[int], tuple[int, str]]
 KINDS = ("gradient", "activation", "parameter")
 
 
-def anywhere(size: int) -> Plan:
-    """Of `size` ranks one is wrong in each step, in anything."""
+def anywhere(size: int, kinds: Sequence[str] = KINDS) -> Plan:
+    """Of `size` ranks one is wrong in each step, in one of `kinds`."""
 
     def plan(step: int) -> tuple[int, str]:
         chosen = random.Random(1000 + step)
-        return chosen.randrange(size), chosen.choice(KINDS)
+        return chosen.randrange(size), chosen.choice(kinds)
 
     return plan
 
