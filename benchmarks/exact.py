@@ -11,8 +11,9 @@ join.
 
 `exact/flips/RANKS` are steps in each of which a bit of a gradient, an activation or (of four ranks) a parameter flips
 on some rank, in a micro-batch that another rank repeats. `.../named` are those whose rank is named in this step or the
-next, `.../without_effect` those after which no bit of a gradient was another one, `.../other` the rest. `.../hashes`
-counts the different states at the end of the job with them and of one without: 1 says that no flip had an effect.
+next, `.../not_named` the rest, `.../others_named` alarms that name another rank. `.../hashes` counts the different
+states at the end of the job with them and of one without: 1 says that no flip had an effect, so that those that are not
+named were rounded away.
 `exact/clean/alarms` counts alarms in as many checked steps without a flip. `exact/replayed` counts steps of 8 ranks
 which `hvdtrain replay` repeats on one with the same bits, of `exact/replays`.
 """
@@ -97,12 +98,12 @@ def flips(size: int, steps: int, folder: Path) -> list[Figure]:
     alarms = [*read_events(RunLayout(runs["found"]).journal, "wrong_rank")]
     wrong = {step: plan(step)[0] for step in range(1, steps)}
     named = {s for s, rank in wrong.items() for e in alarms if e["rank"] == rank and e["at_step"] in (s, s + 1)}
-    seen = {step for alarm in alarms for step in (alarm["at_step"], alarm["at_step"] - 1)}
+    others = [e for e in alarms if e["rank"] not in (wrong.get(e["at_step"]), wrong.get(e["at_step"] - 1))]
     counts = {
         "": len(wrong),
         "/named": len(named),
-        "/without_effect": len(wrong.keys() - named - seen),
-        "/other": len((wrong.keys() & seen) - named),
+        "/not_named": len(wrong.keys() - named),
+        "/others_named": len(others),
         "/hashes": len({state_hash(run) for run in runs.values()}),
     }
     return [figure(f"exact/flips/{size}_ranks{name}", [count], "") for name, count in counts.items()]
