@@ -2,7 +2,7 @@
 
 Jobs of 1 thread a rank take turns (see jobs.py), each with and without bits. `exact/MODEL/RANKS_over_fp32` is the
 median over rounds of the ratio of steps. `exact/MODEL/RANKS/verified_over_bits` is that ratio for --train.verify_every
-12, to bits alone. `exact/error/...` is the largest error of a sum of the gradients of 64 micro-batches, in the order of
+12, to bits alone. `exact/1gbit/...` is between two hosts of one core each over such a link. `exact/error/...` is the largest error of a sum of the gradients of 64 micro-batches, in the order of
 the tree and as autograd adds them, over the sum of magnitudes, against float64.
 
 `exact/hashes` counts the different hashes of parameters and optimizer after 300 steps of an elastic job on 1, 2, 3 and
@@ -26,12 +26,14 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from common import Figure, figure, main, ratios
-from engines import WARM_UP, step_s
-from jobs import Setting, race
+from engines import RATE, WARM_UP, step_s
+from host_jobs import HostsJob
+from jobs import Setting, race, take_turns, warmed_up
 from soak import Soak, alone
 
 from hvdtrain.data.tree import Counter
@@ -43,6 +45,7 @@ from tests.support.chaos import ROOT, TASK
 from tests.support.flips import CHECKED as ALL_CHECKED
 from tests.support.flips import KINDS, Plan, anywhere, train_flipped
 from tests.support.launch import ENVIRONMENT
+from tests.support.two_hosts import two_hosts
 
 BITS = {"train.reproducible": "bits"}
 STOPPED = {"observe.stall_timeout_s": 0}  # jobs are stopped between turns
@@ -163,7 +166,21 @@ def measure(quick: bool) -> list[Figure]:
         for size in (2, 4):
             figures += flips(size, 50 if quick else 501, folder / f"flips-{size}")
         figures += replayed(3 if quick else 50, folder)
-    return [*figures, *hashes(quick)]
+    return [*figures, *hashes(quick), *between_hosts(quick)]
+
+
+def between_hosts(quick: bool) -> list[Figure]:
+    """The cost over a link, which needs root."""
+    setting = SETTINGS["default/2_ranks"]
+    both = {"fp32": setting, "bits": replace(setting, ours={**STOPPED, **BITS})}
+    with two_hosts(rate=RATE) as hosts:
+        jobs = {name: partial(HostsJob, name, "ours", each, hosts=hosts) for name, each in both.items()}
+        found: dict[str, list[float]] = {name: [] for name in both}
+        for _ in range(1 if quick else 3):
+            with warmed_up(jobs, WARM_UP) as running:
+                for name, seconds in take_turns(running, step_s, 3).items():
+                    found[name] += seconds
+    return [figure(f"exact/{RATE}/default/2_ranks_over_fp32", ratios(found["bits"], found["fp32"]), "ratio")]
 
 
 if __name__ == "__main__":
