@@ -1,9 +1,10 @@
 """What do the same bits on any number of ranks cost (--train.reproducible bits), and how exact are their sums?
 
 Jobs of 1 thread a rank take turns (see jobs.py), each with and without bits. `exact/MODEL/RANKS_over_fp32` is the
-median over rounds of the ratio of steps. `exact/MODEL/RANKS/verified_over_bits` is that ratio for --train.verify_every
-12, to bits alone. `exact/1gbit/...` is between two hosts of one core each over such a link. `exact/error/...` is the largest error of a sum of the gradients of 64 micro-batches, in the order of
-the tree and as autograd adds them, over the sum of magnitudes, against float64.
+median over rounds of the ratio of steps; `exact/1gbit/...` is between two hosts of one core each over such a link.
+`exact/MODEL/RANKS/verified_over_bits` is that ratio for --train.verify_every 12, to bits alone. `exact/error/...` is
+the largest error of a sum of the gradients of 64 micro-batches, in the order of the tree and as autograd adds them,
+over the sum of magnitudes, against float64.
 
 `exact/hashes` counts the different hashes of parameters and optimizer after 300 steps of an elastic job on 1, 2, 3 and
 4 ranks. Those of several ranks are struck by SIGKILL again and again, `exact/kills` times in all; each is followed by a
