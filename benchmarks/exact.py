@@ -10,8 +10,8 @@ over the sum of magnitudes, against float64.
 4 ranks. Those of several ranks are struck by SIGKILL again and again, `exact/kills` times in all; each is followed by a
 join.
 
-`exact/flips/RANKS` are steps in each of which a bit of a gradient, an activation or (of four ranks) a parameter flips
-on some rank, in a micro-batch that another rank repeats. `.../named` are those whose rank is named in this step or the
+`exact/flips/RANKS` counts steps in which one bit flips, of a gradient, an activation or (four ranks) a parameter. It
+flips in a micro-batch that another rank repeats. `.../named` counts those whose rank is named in this step or the
 next, `.../not_named` the rest, `.../others_named` alarms that name another rank. `.../hashes` counts the different
 states at the end of the job with them and of one without: 1 says that no flip had an effect, so that those that are not
 named were rounded away.
@@ -38,7 +38,6 @@ from jobs import Setting, race, take_turns, warmed_up
 from soak import Soak, alone
 
 from hvdtrain.data.tree import Counter
-from hvdtrain.observe.past_journal import read_events
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.verify.replay import replay
@@ -98,8 +97,8 @@ def flips(size: int, steps: int, folder: Path) -> list[Figure]:
     plan, runs = anywhere(size, KINDS[: 3 if size > 2 else 2]), {}
     plans: dict[str, Plan] = {"clean": lambda step: (-1, ""), "found": lambda s: plan(s) if s < steps else (-1, "")}
     for name, each in plans.items():
-        runs[name] = train_flipped(folder / name, *ALL_CHECKED, size=size, steps=steps, plan=each).run
-    alarms = [*read_events(RunLayout(runs["found"]).journal, "wrong_rank")]
+        runs[name] = train_flipped(folder / name, *ALL_CHECKED, size=size, steps=steps, plan=each)
+    alarms = runs["found"].events("wrong_rank")
     wrong = {step: plan(step)[0] for step in range(1, steps)}
     named = {s for s, rank in wrong.items() for e in alarms if e["rank"] == rank and e["at_step"] in (s, s + 1)}
     others = [e for e in alarms if e["rank"] not in (wrong.get(e["at_step"]), wrong.get(e["at_step"] - 1))]
@@ -108,14 +107,13 @@ def flips(size: int, steps: int, folder: Path) -> list[Figure]:
         "/named": len(named),
         "/not_named": len(wrong.keys() - named),
         "/others_named": len(others),
-        "/hashes": len({state_hash(run) for run in runs.values()}),
+        "/hashes": len({state_hash(each.run) for each in runs.values()}),
     }
     return [figure(f"exact/flips/{size}_ranks{name}", [count], "") for name, count in counts.items()]
 
 
 def clean(steps: int, folder: Path) -> list[Figure]:
-    run = train_flipped(folder, *ALL_CHECKED, size=2, steps=steps).run
-    alarms = [*read_events(RunLayout(run).journal, "wrong_rank")]
+    alarms = train_flipped(folder, *ALL_CHECKED, size=2, steps=steps).events("wrong_rank")
     return [figure("exact/clean", [steps], "steps"), figure("exact/clean/alarms", [len(alarms)], "")]
 
 

@@ -215,7 +215,10 @@ def _make(source: Source, folder: BundleFolder, target: Target, pip: Pip, say: S
             fetched = pip.download_sdist()
             check_sdist(fetched)
         folder.add(fetched)
-    needed = sum(_unpacked(wheel) for wheel in wheels.values()) + NEEDED_BYTES
+    needed = NEEDED_BYTES
+    for wheel in wheels.values():
+        with ZipFile(wheel) as archive:
+            needed += sum(member.file_size for member in archive.infolist())
     manifest = {
         "format": FORMAT,
         "created_by": f"hvdtrain {__version__}",
@@ -242,8 +245,3 @@ def script(target: Target, needed_bytes: int) -> str:
     for name, value in values.items():
         text = text.replace(f"@{name}@", value)
     return text
-
-
-def _unpacked(wheel: Path) -> int:
-    with ZipFile(wheel) as archive:
-        return sum(member.file_size for member in archive.infolist())

@@ -1,7 +1,6 @@
 """Lost workers and agents, and their consequences; workers that hang, which are killed. Slow ones are left alone.
 
-A rank that computes without progress, such as one that compiles, gets more time, and one that waits for a slow file
-system; not for ever, as it may be in a loop.
+A rank that compiles or waits for a file system makes no progress, and gets more time, but not for ever: it may loop.
 """
 
 from __future__ import annotations

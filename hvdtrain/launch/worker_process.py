@@ -153,28 +153,33 @@ class WorkerProcess:
                 self._report("line", text=line.decode("utf-8", "replace").rstrip("\n"), err=err)
 
 
-def find_work(leaders: Collection[int]) -> dict[int, tuple[float, bool]]:
-    """Return of sessions, by their leaders, the CPU seconds, and whether a thread waits for a disk or a file system."""
+def find_work(leaders: Collection[int]) -> dict[int, tuple[float, list[int]]]:
+    """Return of sessions, by their leaders, the CPU seconds and the processes."""
     import psutil  # takes 30 ms, which only agents need
 
-    found = dict.fromkeys(leaders, (0.0, False))
+    found = {leader: (0.0, list[int]()) for leader in leaders}
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended
             stat = read_stat(pid)
             if stat.session in found:
-                cpu_s, waits = found[stat.session]
-                threads = Path(f"/proc/{pid}/task")
-                waits = waits or any(read_stat(int(each.name), threads).state == "D" for each in threads.iterdir())
-                found[stat.session] = (cpu_s + stat.cpu_s, waits)
+                cpu_s, pids = found[stat.session]
+                found[stat.session] = (cpu_s + stat.cpu_s, [*pids, pid])
     return found
+
+
+def waits_for_files(pid: int) -> bool:
+    """Check whether a thread of a process waits for a disk or a file system."""
+    with suppress(OSError):  # the process, or a thread of it, has ended
+        return any(read_stat(int(e.name), e.parent).state == "D" for e in Path(f"/proc/{pid}/task").iterdir())
+    return False
 
 
 class BusyWorkers:
     """Finds workers that compute or wait for files, also in processes that they started. Each leads a session."""
 
-    def __init__(self, read: Callable[[Collection[int]], Mapping[int, tuple[float, bool]]] = find_work) -> None:
+    def __init__(self, read: Callable[[Collection[int]], Mapping[int, tuple[float, list[int]]]] = find_work) -> None:
         self._read = read
-        self._found: Mapping[int, tuple[float, bool]] = {}
+        self._found: Mapping[int, tuple[float, list[int]]] = {}
         self._looked_s = 0.0
 
     def find_busy(self, workers: Mapping[int, int], now_s: float) -> list[int]:
@@ -186,5 +191,6 @@ class BusyWorkers:
         if passed_s < EVERY_S:
             return []
         before, self._found, self._looked_s = self._found, self._read(set(workers.values())), now_s
-        pairs = {number: (before[pid], self._found[pid]) for number, pid in workers.items() if pid in before}
-        return [n for n, ((past_s, _), (now, waits)) in pairs.items() if waits or now - past_s >= _BUSY * passed_s]
+        known = {number: pid for number, pid in workers.items() if pid in before}
+        computing = [n for n, pid in known.items() if self._found[pid][0] - before[pid][0] >= _BUSY * passed_s]
+        return [n for n, pid in known.items() if n in computing or any(map(waits_for_files, self._found[pid][1]))]
