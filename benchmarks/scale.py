@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import multiprocessing
 import resource
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from common import Figure, figure, options, report
+from common import Figure, busy, figure, options, report
 
 from hvdtrain.launch import driver as driver_module
 from hvdtrain.launch.driver import Driver
@@ -135,23 +132,6 @@ class FakeLink:
     def ended(self) -> bool:
         """Whether it has ended."""
         return True
-
-
-def _spin() -> None:
-    while True:
-        pass
-
-
-@contextmanager
-def busy(number: int) -> Iterator[None]:
-    loops = [multiprocessing.Process(target=_spin, daemon=True) for _ in range(number)]
-    for loop in loops:
-        loop.start()
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
 
 
 def simulate(size: int) -> list[Figure]:

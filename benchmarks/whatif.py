@@ -1,271 +1,331 @@
-"""How far off are the predictions of `hvdtrain timeline whatif`, on configurations that nothing was fitted to?
+"""Do predictions of `hvdtrain timeline whatif`, and their intervals, hold for jobs that nobody tuned them to?
 
-A Llama of 15 million parameters, 4 x 128 tokens a micro-batch, SGD, ranks of 1 thread. Of one job, the base, is known
-what any run leaves; others differ from it by what is asked. All are started and take turns of seconds (see jobs.py);
-two equal jobs differ by some percent for as long as they live, so that is done twice. A figure is 100 (predicted /
-measured - 1) of the two starts' mean of a median step; low and high are of each start. How fast the machine was in a
-turn is seen in forward's passes, and told to the prediction: other work there is nothing that it could know of.
+A situation is drawn by a seed: four jobs of one model, namely one, the same again, and two that differ from it in an
+option or two. They take turns of seconds (see jobs.py). Each is predicted from the records of each other one but its
+equal, as any run leaves them; nothing of the predicted job is told. Kinds of situations, in turn:
 
-- one_host: 2 ranks on 2 cores without compression, and from it other sizes of buckets, other compressions;
-- ranks: 1 rank, from it 2 on one host;
-- engines: 2 ranks on 2 cores with AdamW and clipping, without a divided optimizer; from it the other engines, and from
-  each of them that one again (not from fsdp, which does not record enough);
-- meshes: 2 ranks that divide matrices, sequences or layers of the default language model (they cannot divide 5 heads);
-  from 4 micro-batches in a step 8, and the reverse;
-- unthrottled, 1gbit, 300mbit, 100mbit: 2 hosts of one core each (see tests/support/two_hosts.py; needs root), fitted to
-  the base at the first rate alone.
+- exchange: other compressions, buckets, global batches, of 2 ranks on one host;
+- engines: other engines and divided optimizers;
+- ranks: 1, 2 and 4 ranks on the cores of this machine;
+- apart: workers that exchange rarely, from those that exchange in every step;
+- meshes: ranks that divide matrices, sequences, experts or layers, with another batch, buckets or compression;
+- hosts: two hosts of one core each (see tests/support/two_hosts.py; needs root), and another bandwidth.
+
+An error is 100 (predicted / measured - 1) of a median step, or of the mean over rounds. Two equal jobs differ, too: by
+how much is the figure `whatif/equal_jobs_percent`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import shutil
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import fmean
+from itertools import permutations
+from pathlib import Path
 
-from common import Figure, options, report
+from common import Figure, busy, in_turn, options, report
 from host_jobs import HostsJob
-from jobs import SGD, Job, Setting, take_turns, warmed_up
+from jobs import SGD, Job, Setting, warmed_up
 
+from hvdtrain.config.schema import OptimizerConfig
+from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.timeline.whatif.evidence import Change, Evidence
-from hvdtrain.timeline.whatif.predict import Prediction, predict
+from hvdtrain.timeline.whatif.outer_exchange import predict_rarely
+from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.two_hosts import UnavailableError, two_hosts
 
-PLAIN = Setting("llama15m", 4, optimizer=SGD, clip=0.0, ours={"observe.stall_timeout_s": 0})
-BASE = "base"
 WARM_UP = 9
-"""Steps: after them the base has written what is read."""
-STARTS = 2
-LEAST = 3
-"""Steps of a turn."""
-RATES: Mapping[str, tuple[str | None, float | None, float, int]] = {
-    "unthrottled": (None, None, 3.0, 3),
-    "1gbit": ("1gbit", 1.0, 4.0, 2),
-    "300mbit": ("300mbit", 0.3, 5.0, 2),
-    "100mbit": ("100mbit", 0.1, 8.0, 1),
-}
-"""What `tc` calls it, Gbit/s, seconds of a turn, and rounds."""
+"""Steps: after them a job has written what is read."""
+ROUNDS, TURN_S, LEAST = 3, 2.5, 4
+"""Turns of each job, their seconds, and their steps at least."""
+KINDS = ("exchange", "engines", "ranks", "apart", "meshes", "hosts")
+COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd:4", "topk")
+BUCKETS = (None, 1.0, 2.0, 4.0, 8.0, 32.0)
+DIVIDED = (("horovod", "none"), ("horovod", "optimizer"), ("horovod", "gradients"), ("ddp", "none"), ("fsdp", "none"))
+AGAIN = "again"
+SITUATIONS = 24
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What differs, as options and as a question."""
+class Asked:
+    """Of a job, what a question may change."""
 
-    change: Change = field(default_factory=Change)
-    ours: Mapping[str, object] = field(default_factory=dict)
+    ranks: int = 2
+    passes: int = 1
+    compression: str = "none"
+    bucket_mib: float | None = None
+    engine: str = "horovod"
+    shard: str = "none"
+    sync: str | None = None
 
-
-TRIED: Mapping[str, Tried] = {
-    BASE: Tried(),
-    **{f"bucket_{mib}": Tried(Change(bucket_mib=mib), {"parallel.bucket_mib": mib}) for mib in (1, 4, 8, 32)},
-    **{
-        name.replace(":", "_"): Tried(Change(compression=name), {"parallel.compression": name})
-        for name in ("fp16", "int8", "powersgd:4", "topk")
-    },
-}
-ENGINES: Mapping[str, Tried] = {
-    BASE: Tried(Change(engine="horovod", shard="none")),
-    **{s: Tried(Change(engine="horovod", shard=s), {"parallel.shard": s}) for s in ("optimizer", "gradients")},
-    **{name: Tried(Change(engine=name, shard="none"), {"parallel.engine": name}) for name in ("ddp", "fsdp")},
-}
-ADAMW = Setting("llama15m", 4, ours=PLAIN.ours)
-QUICK = (BASE, "bucket_1", "int8", "powersgd_4")
+    @property
+    def period(self) -> int:
+        """Steps of a round of workers that train apart, else 1."""
+        return 1 if self.sync is None else int(self.sync.partition(":")[2])
 
 
-@dataclass
-class Turns:
-    """What was seen of jobs that take turns."""
+@dataclass(frozen=True)
+class Situation:
+    """Four jobs of one setting, by name; `mesh` divides the model, `rates` are Gbit/s between two hosts."""
 
-    jobs: Mapping[str, Job]
+    kind: str
+    setting: Setting
+    jobs: Mapping[str, Asked]
+    rates: Sequence[float | None] = (None,)
 
-    def go(self, rounds: int, seconds: float) -> None:
-        """Let the jobs run in turn; what was seen before is forgotten."""
-        self._seen: dict[str, set[float]] = {name: set() for name in self.jobs}
-        self.medians = take_turns(self.jobs, partial(self._turn, seconds=seconds), rounds)
+    def of(self, name: str) -> Setting:
+        """The setting of a job."""
+        job = self.jobs[name]
+        given = {f"parallel.{key}": getattr(job, key) for key in ("compression", "bucket_mib", "engine", "shard")}
+        if job.sync is not None:
+            given |= {"parallel.sync": job.sync, "parallel.workers": 2}
+        ours = {**self.setting.ours, **{key: value for key, value in given.items() if value is not None}}
+        return replace(self.setting, ranks=job.ranks, passes=job.passes, ours=ours)
 
-    def _turn(self, job: Job, seconds: float) -> tuple[float, float]:
-        """Medians of a step and of its forward passes."""
-        steps: list[dict[str, float]] = []
-        while len(steps) < LEAST:
-            steps += job.turn(seconds)
-        name = next(name for name, own in self.jobs.items() if own is job)
-        self._seen[name] |= {step["time"] for step in steps}
-        return statistics.median(s["step_s"] for s in steps), statistics.median(s["forward_s"] for s in steps)
-
-    def evidence(self, name: str = BASE) -> Evidence:
-        """What a job has left of the steps that were seen."""
-        return read_evidence(self.jobs[name].folder, lambda step: step["time"] in self._seen[name])
-
-
-def _setting(tried: Tried, plain: Setting = PLAIN) -> Setting:
-    return replace(plain, ours={**plain.ours, **tried.ours})
-
-
-def at_pace(evidence: Evidence, forward_s: float) -> Evidence:
-    """The base had its forward pass taken so long: other work on the machine is nothing that a prediction is of."""
-    parts = evidence.parts_s
-    pace = forward_s / parts["forward"]
-    computing = {name: parts[name] * pace for name in ("forward", "backward")}
-    more_s = sum(computing.values()) - parts["forward"] - parts["backward"]
-    return replace(evidence, parts_s={**parts, **computing}, step_s=evidence.step_s + more_s)
+    def change(self, source: str, target: str, gbit: float | None) -> Change:
+        """What a user would ask who has a job, and thinks of another."""
+        was, asked = self.jobs[source], self.jobs[target]
+        same = was.ranks * was.passes == asked.ranks * asked.passes
+        return Change(
+            size=None if was.ranks == asked.ranks else asked.ranks,
+            ranks_per_host=None if was.ranks == asked.ranks else asked.ranks,
+            global_batch=None if same else asked.ranks * asked.passes * self.setting.micro_batch,
+            compression=None if was.compression == asked.compression else asked.compression,
+            bucket_mib=None if was.bucket_mib == asked.bucket_mib else asked.bucket_mib,
+            engine=None if was.engine == asked.engine else asked.engine,
+            shard=None if (was.engine, was.shard) == (asked.engine, asked.shard) else asked.shard,
+            sync=asked.sync,
+            workers=None if asked.sync is None else 2,
+            bandwidth_gbit=gbit,
+        )
 
 
-Pair = tuple[Prediction, float]
-"""What was predicted, and seconds that were measured."""
+def draw(seed: int, number: int) -> Situation:
+    """The situation of this number."""
+    chance = random.Random(f"{seed}/{number}")
+    kind = KINDS[number % len(KINDS)]
+    models = ("default",) if kind == "meshes" else ("default", "llama15m")
+    model = chance.choice(models)
+    optimizer, clip = chance.choice([(SGD, 0.0), (asdict(OptimizerConfig()), 1.0)])
+    ours: dict[str, object] = {"observe.stall_timeout_s": 0}
+    if kind == "meshes":
+        ours[f"parallel.{chance.choice(('tp', 'cp', 'pp', 'ep'))}"] = 2
+    arguments = {"data.seq_len" if model == "default" else "seq_len": chance.choice((16, 32, 64))}
+    setting = Setting(model, chance.choice((1, 2)), arguments=arguments, optimizer=optimizer, clip=clip, ours=ours)
+    rates = tuple(chance.sample((None, 2.0, 1.0, 0.5, 0.25), 2)) if kind == "hosts" else (None,)
+    first = _first(kind, chance, pipeline="parallel.pp" in ours)
+    jobs = {"first": first, AGAIN: first}
+    while len(jobs) < 4:
+        other = _other(kind, first, chance, pipeline="parallel.pp" in ours)
+        if other not in jobs.values():
+            jobs[f"other_{len(jobs) - 1}"] = other
+    return Situation(kind, setting, jobs, rates)
 
 
-def paired(evidence: Evidence, change: Change, medians: Sequence[tuple[float, float]]) -> Pair:
-    step_s, forward_s = (statistics.median(column) for column in zip(*medians, strict=True))
-    return predict(at_pace(evidence, forward_s), change), step_s
+def _first(kind: str, chance: random.Random, pipeline: bool) -> Asked:
+    passes = chance.choice((2, 4) if pipeline else (1, 2, 4))
+    if kind == "engines":
+        engine, shard = chance.choice(DIVIDED[:4])
+        return Asked(passes=passes, engine=engine, shard=shard)
+    if kind == "ranks":
+        return Asked(ranks=chance.choice((1, 2)), passes=passes, compression=chance.choice(("none", "fp16")))
+    if kind in ("apart", "meshes"):
+        return Asked(passes=passes)
+    return Asked(passes=passes, compression=chance.choice(COMPRESSIONS), bucket_mib=chance.choice(BUCKETS[1:]))
 
 
-def compared(label: str, pairs: Sequence[Pair]) -> Figure:
-    predicted_s, measured_s = fmean(found.then.step_s for found, _ in pairs), fmean(seconds for _, seconds in pairs)
-    low_s, high_s = fmean(found.low_s for found, _ in pairs), fmean(found.high_s for found, _ in pairs)
-    error = 100 * (predicted_s / measured_s - 1)
+def _other(kind: str, first: Asked, chance: random.Random, pipeline: bool) -> Asked:
+    """The job with one or two things changed."""
+    passes = chance.choice((2, 4, 8) if pipeline else (1, 2, 4))
+    if kind == "engines":
+        engine, shard = chance.choice(DIVIDED)
+        return replace(first, engine=engine, shard=shard, passes=chance.choice((first.passes, passes)))
+    if kind == "ranks":
+        return replace(first, ranks=chance.choice((1, 2, 4)), compression=chance.choice(("none", "fp16", "int8")))
+    if kind == "apart":
+        return replace(first, sync=f"diloco:{chance.choice((4, 6, 8))}")
+    changes: list[Mapping[str, object]] = [
+        {"passes": passes},
+        {"bucket_mib": chance.choice(BUCKETS[1:])},
+        {"compression": chance.choice(COMPRESSIONS if kind != "meshes" else ("none", "fp16", "bf16"))},
+    ]
+    found = first
+    for one in chance.sample(changes, chance.choice((1, 2))):
+        found = replace(found, **one)  # type: ignore[arg-type] - of the fields' own types
+    return found
+
+
+def record(situation: Situation, folder: Path) -> None:
+    """Run the jobs of a situation in turns; leave their runs, and what was seen of them, in a folder."""
+    with ExitStack() as stack:
+        start: Callable[[str], Callable[[Path], Job]] = lambda name: partial(Job, "ours", situation.of(name))  # noqa: E731
+        hosts = None
+        if situation.kind == "hosts":
+            hosts = stack.enter_context(two_hosts())
+            start = lambda name: partial(HostsJob, name, "ours", situation.of(name), hosts=hosts)  # noqa: E731
+        jobs = stack.enter_context(warmed_up({name: start(name) for name in situation.jobs}, WARM_UP))
+        seen: list[dict[str, list[list[float]]]] = []
+        for rate in situation.rates:
+            if hosts is not None:
+                hosts.throttle(None if rate is None else f"{rate:g}gbit")
+            turns: dict[str, list[list[float]]] = {name: [] for name in jobs}
+            for number in range(ROUNDS):
+                for name in in_turn(list(jobs), number):
+                    turns[name].append(_turn(jobs[name], situation.jobs[name].period))
+            seen.append(turns)
+        folder.mkdir(parents=True)
+        for name, job in jobs.items():
+            shutil.copytree(job.folder, folder / name)
+    (folder / "seen.json").write_text(json.dumps(seen))
+
+
+def _turn(job: Job, period: int) -> list[float]:
+    """The times of the steps of a turn: whole rounds, where workers train apart."""
+    steps: list[dict[str, float]] = []
+    while len(steps) < LEAST * (1 if period == 1 else period // 2):
+        steps += job.turn(TURN_S)
+    return [step["time"] for step in steps[len(steps) % period :]]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A prediction beside what was measured; seconds."""
+
+    label: str
+    kind: str
+    step_s: float
+    low_s: float
+    high_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """In percent."""
+        return 100 * (self.step_s / self.measured_s - 1)
+
+    @property
+    def covered(self) -> bool:
+        """Whether the measured step lies in the interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+    @property
+    def half_width(self) -> float:
+        """In percent of the predicted step."""
+        return 50 * (self.high_s - self.low_s) / self.step_s
+
+
+def guesses(situation: Situation, number: int, folder: Path) -> Iterator[Guess]:
+    """Predict each job of a recorded situation from each other; what cannot be predicted is left out."""
+    seen = json.loads((folder / "seen.json").read_text())
+    for at, rate in enumerate(situation.rates):
+        gbit = rate if at else None
+        for source, target in permutations(situation.jobs, 2):
+            same = situation.jobs[source] == situation.jobs[target]
+            if (same and not at) or (at and gbit is None):  # nothing is asked; no number can be given
+                continue
+            try:
+                found = _predicted(_evidence(folder / source, seen[0][source]), situation.change(source, target, gbit))
+            except (ConfigError, DataError):
+                continue
+            label = f"{number}/{source}_to_{target}{f'_{rate:g}' if gbit else ''}"
+            yield Guess(label, situation.kind, *found, _measured(folder / target, seen[at][target], situation, target))
+
+
+def equal_spread(situation: Situation, folder: Path) -> float:
+    """How much longer a step of the equal job takes, in percent."""
+    seen = json.loads((folder / "seen.json").read_text())[0]
+    first, again = (_measured(folder / name, seen[name], situation, name) for name in ("first", AGAIN))
+    return 100 * (again / first - 1)
+
+
+def _evidence(folder: Path, turns: Sequence[Sequence[float]]) -> Evidence:
+    times = {time for turn in turns for time in turn}
+    return read_evidence(folder, lambda step: step["time"] in times)
+
+
+def _predicted(evidence: Evidence, change: Change) -> tuple[float, float, float]:
+    if change.sync is not None:
+        rare = predict_rarely(evidence, change)
+        return rare.step_s, rare.low_s, rare.high_s
+    found = predict(evidence, change)
+    return found.then.step_s, found.low_s, found.high_s
+
+
+def _measured(folder: Path, turns: Sequence[Sequence[float]], situation: Situation, name: str) -> float:
+    """Seconds of a step: the median, or the mean over rounds; the middle one of the turns."""
+    steps = {step["time"]: step["step_s"] for step in read_steps(folder / "journal.jsonl").values()}
+    middle = statistics.median if situation.jobs[name].period == 1 else statistics.fmean
+    return statistics.median(middle([steps[time] for time in turn]) for turn in turns)
+
+
+def errors(name: str, found: Sequence[Guess]) -> list[float]:
+    """Print a line of a kind of situations, and return the errors in percent."""
+    signed = [guess.error for guess in found]
     print(
-        f"{label:<26} predicted {predicted_s * 1e3:7.1f} ms [{low_s * 1e3:.0f} .. {high_s * 1e3:.0f}]"
-        f"  measured {measured_s * 1e3:7.1f} ms {error:+5.1f} %{'' if low_s <= measured_s <= high_s else '  outside'}",
+        f"{name:<9} {len(found):3} predictions: median error {statistics.median(map(abs, signed)):4.1f}%,"
+        f" worst {max(map(abs, signed)):5.1f}%, mean {statistics.fmean(signed):+5.1f}%,"
+        f" within the interval {sum(guess.covered for guess in found):3},"
+        f" half of which is {statistics.median(guess.half_width for guess in found):4.1f}%",
         flush=True,
     )
-    errors = [100 * (found.then.step_s / seconds - 1) for found, seconds in pairs]
-    return Figure(f"whatif/{label}", error, min(errors), max(errors), "%")
-
-
-def here(names: Sequence[str], rounds: int) -> dict[str, Pair]:
-    with warmed_up({name: partial(Job, "ours", _setting(TRIED[name])) for name in names}, WARM_UP) as jobs:
-        turns = Turns(jobs)
-        turns.go(rounds, 3.0)
-        evidence = turns.evidence()
-        _told(evidence)
-        return {
-            f"one_host/{name}": paired(evidence, TRIED[name].change, turns.medians[name])
-            for name in names
-            if name != BASE
-        }
-
-
-def more_ranks(rounds: int) -> dict[str, Pair]:
-    """From 1 rank to 2, of the same global batch. That forward takes longer beside another rank is part of it."""
-    alone = replace(PLAIN, ranks=1, passes=2)
-    with warmed_up({BASE: partial(Job, "ours", alone), "two": partial(Job, "ours", PLAIN)}, WARM_UP) as jobs:
-        turns = Turns(jobs)
-        turns.go(rounds, 5.0)
-        evidence = turns.evidence()
-        _told(evidence)
-        return {
-            "ranks/1_to_2": (predict(evidence, Change(size=2)), statistics.median(s for s, _ in turns.medians["two"]))
-        }
-
-
-def engines(rounds: int) -> dict[str, Pair]:
-    """From the base to the other engines, and back."""
-    with warmed_up({n: partial(Job, "ours", _setting(tried, ADAMW)) for n, tried in ENGINES.items()}, WARM_UP) as jobs:
-        turns = Turns(jobs)
-        turns.go(rounds, 4.0)
-        found: dict[str, Pair] = {}
-        for source in [name for name in ENGINES if name != "fsdp"]:
-            evidence = turns.evidence(source)
-            _told(evidence)
-            targets = [name for name in ENGINES if name != BASE] if source == BASE else [BASE]
-            for name in targets:
-                found[f"engines/{source}_to_{name}"] = paired(evidence, ENGINES[name].change, turns.medians[name])
-        return found
-
-
-def meshes(rounds: int) -> dict[str, Pair]:
-    """From 4 micro-batches of a step to 8, and the reverse. Seconds are those of each job: their passes differ."""
-    found: dict[str, Pair] = {}
-    for name in ("tp", "cp", "pp"):
-        divided = replace(PLAIN, model="default", ours={**PLAIN.ours, f"parallel.{name}": 2})
-        passes = {"few": 2, "many": 4}
-        starts = {size: partial(Job, "ours", replace(divided, passes=each)) for size, each in passes.items()}
-        with warmed_up(starts, WARM_UP) as jobs:
-            turns = Turns(jobs)
-            turns.go(rounds, 4.0)
-            for source, target in (("few", "many"), ("many", "few")):
-                evidence = turns.evidence(source)
-                _told(evidence)
-                batch = divided.ranks * passes[target] * divided.micro_batch
-                measured_s = statistics.median(seconds for seconds, _ in turns.medians[target])
-                pair = predict(evidence, Change(global_batch=batch)), measured_s
-                found[f"meshes/{name}_{source}_to_{target}"] = pair
-    return found
-
-
-def between(names: Sequence[str], rates: Sequence[str]) -> dict[str, Pair]:
-    """Between two hosts: what is known is the base at the first rate."""
-    found: dict[str, Pair] = {}
-    with ExitStack() as stack:
-        hosts = stack.enter_context(two_hosts())
-        starts = {name: partial(HostsJob, name, "ours", _setting(TRIED[name]), hosts=hosts) for name in names}
-        turns = Turns(stack.enter_context(warmed_up(starts, WARM_UP)))
-        evidence: Evidence | None = None
-        for label in rates:
-            rate, gbit, seconds, rounds = RATES[label]
-            hosts.throttle(rate)
-            turns.go(rounds, seconds)
-            if evidence is None:
-                evidence = turns.evidence()
-                _told(evidence)
-            for name in names:
-                if name == BASE and label == rates[0]:
-                    continue
-                change = replace(TRIED[name].change, bandwidth_gbit=gbit)
-                found[f"{label}/{name}"] = paired(evidence, change, turns.medians[name])
-    return found
-
-
-def _told(evidence: Evidence) -> None:
-    print(f"base {evidence.step_s * 1e3:.1f} ms; link {evidence.fitted.source}", flush=True)
-
-
-def errors(figures: Sequence[Figure], name: str) -> list[Figure]:
-    """The worst and the middle of these errors."""
-    found = [abs(f.value) for f in figures]
-    if not found:
-        return []
-    worst = Figure(f"whatif/{name}worst_error_percent", max(found), min(found), max(found), "%")
-    return [worst, Figure(f"whatif/{name}median_error_percent", statistics.median(found), min(found), max(found), "%")]
+    return signed
 
 
 def measure(arguments: argparse.Namespace) -> list[Figure]:
-    """All pairs (or those of one question), the worst and the middle one; engines and meshes by themselves."""
-    names = QUICK if arguments.quick else tuple(TRIED)
-    rates = ("unthrottled", "1gbit") if arguments.quick else tuple(RATES)
-    questions: Mapping[str, Callable[[], dict[str, Pair]]] = {
-        "one_host": lambda: here(names, 3),
-        "ranks": lambda: more_ranks(3),
-        "engines": lambda: engines(3),
-        "meshes": lambda: meshes(3),
-        "two_hosts": lambda: between(names, rates),
-    }
-    found: dict[str, list[Pair]] = {}
-    for _ in range(1 if arguments.quick else STARTS):
-        for question, ask in questions.items():
-            if arguments.only not in (None, question):
-                continue
-            try:
-                pairs = ask()
-            except UnavailableError as reason:
-                print(f"two hosts are left out: {reason}", file=sys.stderr)
-                continue
-            for label, pair in pairs.items():
-                found.setdefault(label, []).append(pair)
-    figures = [compared(label, pairs) for label, pairs in found.items()]
-    apart = {name: [f for f in figures if f.name.startswith(f"whatif/{name}/")] for name in ("engines", "meshes")}
-    others = [f for f in figures if not any(f in each for each in apart.values())]
-    return [*figures, *errors(others, ""), *(e for name, each in apart.items() for e in errors(each, f"{name}_"))]
+    """Record the situations that are not kept yet, and predict."""
+    found, spreads = list[Guess](), list[float]()
+    with tempfile.TemporaryDirectory() as scratch, busy(arguments.busy):
+        kept = arguments.kept or Path(scratch)
+        for number in range(len(KINDS) // 2 if arguments.quick else arguments.situations):
+            situation, folder = draw(arguments.seed, number), kept / str(number)
+            if not (folder / "seen.json").exists():
+                try:
+                    record(situation, folder)
+                except UnavailableError as reason:
+                    print(f"two hosts are left out: {reason}", flush=True)
+                    continue
+            spreads.append(abs(equal_spread(situation, folder)))
+            for guess in guesses(situation, number, folder):
+                print(
+                    f"{guess.kind:<9} {guess.label:<26} predicted {guess.step_s * 1e3:7.1f} ms"
+                    f" [{guess.low_s * 1e3:.0f} .. {guess.high_s * 1e3:.0f}], measured {guess.measured_s * 1e3:7.1f} ms"
+                    f" {guess.error:+6.1f}%{'' if guess.covered else '  outside'}",
+                    flush=True,
+                )
+                found.append(guess)
+    for kind in KINDS:
+        if of_kind := [guess for guess in found if guess.kind == kind]:
+            errors(kind, of_kind)
+    signed = errors("all", found)
+    apart = sorted(map(abs, signed))
+    mean, share = statistics.fmean(signed), 100 * statistics.fmean(guess.covered for guess in found)
+    half = statistics.median(guess.half_width for guess in found)
+    return [
+        Figure("whatif/median_error_percent", statistics.median(apart), apart[0], apart[-1], "%"),
+        Figure("whatif/worst_error_percent", apart[-1], apart[0], apart[-1], "%"),
+        Figure("whatif/bias_percent", mean, min(signed), max(signed), "%"),
+        Figure("whatif/coverage_percent", share, share, share, "%"),
+        Figure("whatif/half_width_percent", half, half, half, "%"),
+        Figure("whatif/equal_jobs_percent", statistics.median(spreads), min(spreads), max(spreads), "%"),
+    ]
 
 
 if __name__ == "__main__":
     parser = options(__doc__)
-    asked = ("one_host", "ranks", "engines", "meshes", "two_hosts")
-    parser.add_argument("--only", choices=asked, help="ask only this question")
+    parser.add_argument("--situations", type=int, default=SITUATIONS, help=f"to draw (default: {SITUATIONS})")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--busy", type=int, default=0, help="busy loops beside (default: 0)")
+    parser.add_argument(
+        "--kept", type=Path, metavar="FOLDER", help="keep recordings there, and use those that are there"
+    )
     given = parser.parse_args()
     report(measure(given), given.json)

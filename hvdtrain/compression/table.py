@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -108,11 +109,18 @@ class Compression:
         collectives = len(self.collectives(bucket, ranks))
         return (other or self.kind.copies).estimate(gradient_bytes, collectives, ranks, copy_s)
 
-    def sends_more(self, shapes: Sequence[Sequence[int]], ranks: int) -> bool:
-        """Whether it sends as much as uncompressed gradients of these shapes: an allgather brings more by each rank."""
+    def most_ranks(self, shapes: Sequence[Sequence[int]], ranks: int) -> int:
+        """Return on how many of `ranks` it sends less than fp32 gradients of these shapes, at most.
+
+        An allgather brings more by each rank.
+        """
         buckets = [Bucket([shape], "float32", math.prod(shape)) for shape in shapes if math.prod(shape) >= _WORTH]
-        coded = sum(sizes.sent_bytes(self.payload(bucket, ranks), ranks) for bucket in buckets)
-        return bool(buckets) and coded >= sum(sizes.sent_bytes(sizes.plain(b, ranks, 0), ranks) for b in buckets)
+
+        def sends_more(size: int) -> bool:
+            coded = sum(sizes.sent_bytes(self.payload(bucket, size), size) for bucket in buckets)
+            return bool(buckets) and coded >= sum(sizes.sent_bytes(sizes.plain(b, size, 0), size) for b in buckets)
+
+        return bisect_left(range(2, ranks + 1), True, key=sends_more) + 1
 
     @property
     def exact(self) -> bool:

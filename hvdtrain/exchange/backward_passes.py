@@ -170,6 +170,12 @@ class FinishedGradients(dict[str, tuple[Tensor | None, int]]):
         return names[0]
 
 
+def accumulation(parameter: Tensor) -> Any:
+    """Return the node of autograd that accumulates the gradient of a parameter."""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def uncompiled(function: Function) -> Function:
     """Return a function that Dynamo leaves out if a compiled function calls it, or calls backward with it as a hook."""
     return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
@@ -16,7 +15,7 @@ from hvdtrain.compression.table import ONE_HOST_MIB, Compression, parse
 from hvdtrain.errors import JoinedError
 from hvdtrain.exchange.active_buckets import ActiveBuckets, DetachedState
 from hvdtrain.exchange.agreement import agree_on_plan
-from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, uncompiled
+from hvdtrain.exchange.backward_passes import BackwardPasses, FinishedGradients, accumulation, uncompiled
 from hvdtrain.exchange.bucket_exchange import BucketExchange
 from hvdtrain.exchange.buckets import Named, assign_buckets, sizes_of
 from hvdtrain.exchange.in_order import Leaves
@@ -209,8 +208,7 @@ class Reducer(ActiveBuckets, Sums):
         self.named = named
         for name, parameter in named:
             # Its hooks come after those of the parameter, which may change the gradient. The parameter does not own it.
-            with torch.enable_grad():
-                node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            node = accumulation(parameter)
             hook = uncompiled(partial(self._on_gradient, name, parameter))
             self._hooks.append((node.register_hook(hook), node))
 

@@ -29,13 +29,9 @@ def test_what_is_none_names_those_there_are(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "sends_more"),
-    [
-        *(("topk:0.01", 133, False), ("topk:0.01", 134, True), ("topk:0.5", 3, False), ("topk:0.5", 4, True)),
-        *(("int8", 4096, False), ("fp16", 2, False)),
-    ],
+    ("name", "most"), [("topk:0.01", 133), ("topk:0.5", 3), ("topk:1", 1), ("int8", 4096), ("fp16", 4096)]
 )
-def test_what_every_rank_receives_of_every_other_pays_up_to_some_number(
-    name: str, ranks: int, sends_more: bool
-) -> None:
-    assert parse(name).sends_more([[4096, 4096], [11008, 4096], [4096]], ranks) == sends_more
+def test_what_every_rank_receives_of_every_other_pays_up_to_some_number(name: str, most: int) -> None:
+    shapes = [[4096, 4096], [11008, 4096], [4096]]
+    for ranks in (1, 3, 200, 4096):
+        assert parse(name).most_ranks(shapes, ranks) == min(ranks, most)

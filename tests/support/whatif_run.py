@@ -37,6 +37,7 @@ def run_folder(
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
     state_bytes: tuple[float, float] | None = None,
     copies: Mapping[str, int] | None = None,
+    copied: tuple[int, float] | None = None,
 ) -> Path:
     """Write config, journal, gradients, and where there is a link or a late last rank, every rank's stamps.
 
@@ -64,6 +65,7 @@ def run_folder(
     gradients = {
         **{"version": 1, "size": size, "local_size": local_size, "cores": cores, "own_cores": own_cores or cores},
         **{"threads": 1, "device": "cpu", "compression": "none", "plan": None, "exchange_cpu_us": None},
+        "copied": copied,
         "parameters": [
             {"name": name, "shape": list(shape), "dtype": "float32", "rows": None, "state_bytes": state_bytes,
              "copies": (copies or {}).get(name, size)}

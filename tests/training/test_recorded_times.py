@@ -16,6 +16,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.in_all_copies import InAllCopies
+from hvdtrain.exchange.bucket import Bucket
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import DEVICE, Spans
@@ -123,13 +124,21 @@ def test_the_clock_of_a_device_that_is_never_idle_is_set_where_the_host_waits(ra
     assert forward.end_ns == pytest.approx(1000 + true_ms * 1e6, abs=0.1e6 + 0.01e6)  # it would be 3.6 ms off
 
 
-def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
-    """Steps of a model with an embedding whose rows are hardly touched, and a parameter that backward leaves out."""
+def _run(
+    path: Path, steps: int, warn: Any = None, packing: pytest.MonkeyPatch | None = None
+) -> tuple[nn.Module, Spans]:
+    """Steps of a model with an embedding whose rows are hardly touched, and a parameter that backward leaves out.
+
+    With `packing`, packing a gradient takes 100 us.
+    """
     torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(512, 512), "out": nn.Linear(512, 1), "idle": nn.Linear(2, 2)})
     ticks = count(0, 1000)
     spans = Spans(lambda: next(ticks))
     comm = SoloComm()
+    if packing is not None:
+        pack = Bucket.pack
+        packing.setattr(Bucket, "pack", lambda *args: (pack(*args), [next(ticks) for _ in range(100)])[0])
     ready = GradientMarks(model, spans)
     named = [(name, p) for name, p in model.named_parameters()]
     reducer = Reducer(lambda: named, comm, parse("none"), spans=spans)
@@ -149,9 +158,9 @@ def _run(path: Path, steps: int, warn: Any = None) -> tuple[nn.Module, Spans]:
     return model, spans
 
 
-def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
+def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timeline" / "gradients.json"
-    model, spans = _run(path, steps=12)
+    model, spans = _run(path, steps=12, packing=monkeypatch)
     found = json.loads(path.read_text())
     assert [step["step"] for step in found["steps"]] == [4, 5, 6, 7]
     names = [p["name"] for p in found["parameters"]]
@@ -161,6 +170,7 @@ def test_the_last_pass_of_some_early_steps_is_recorded(tmp_path: Path) -> None:
         ready, packed = (dict(zip(names, step[key], strict=True)) for key in ("ready_us", "packed_us"))
         assert ready["idle.weight"] is packed["idle.weight"] is None
         assert 0 < ready["out.weight"] < packed["out.weight"] < ready["embed.weight"] < packed["embed.weight"]
+        assert packed["out.weight"] - ready["out.weight"] >= 100, "packing lies between the marks"
         assert packed["embed.weight"] < step["backward_us"]
     rows = {p["name"]: p["rows"] for p in found["parameters"]}
     assert rows == {"embed.weight": 2, "out.weight": None, "out.bias": None, "idle.weight": None, "idle.bias": None}

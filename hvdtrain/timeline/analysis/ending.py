@@ -24,7 +24,7 @@ LEAST_STEPS = 16
 _AT_END = ("finished", "stop_at")
 """Why a run ends that has not ended early."""
 _Z_95 = 1.644854
-_BETWEEN = 0.03
+BETWEEN = 0.03
 """How much the mean steps of two equal jobs differ, as a share: one standard deviation."""
 _OF_PAUSES = 0.3
 """The same of start-ups, evaluations and checkpoints, which are few."""
@@ -105,7 +105,7 @@ def ending(
     errors = [
         steps * of_mean,
         math.sqrt(steps * pace.steps) * of_mean,  # of the steps to come
-        0.0 if is_same_job else _BETWEEN * parts["steps"],
+        0.0 if is_same_job else BETWEEN * parts["steps"],
         _OF_PAUSES * parts["evaluations"],
         _OF_PAUSES * parts["checkpoints"],
         _OF_PAUSES * parts["start-up"],

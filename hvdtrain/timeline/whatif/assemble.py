@@ -43,9 +43,10 @@ def assemble_step(
 
     `job` and `link` are those after the change. The costs of coding are multiplied by `coding_factor`.
     """
-    slowdown = 1 + (change.slow_rank_percent or 0.0) / 100
+    crowded = evidence.crowding(job.ranks) / evidence.crowding(evidence.job.ranks)
+    slowdown, coding_factor = crowded * (1 + (change.slow_rank_percent or 0.0) / 100), crowded * coding_factor
     times = _pass_times(evidence, job, change, slowdown)
-    after_s = update_s(evidence, job, link) + evidence.parts_s["rest"]
+    after_s = crowded * (update_s(evidence, job, link) + evidence.parts_s["rest"])
     plan, size = job.plan, job.ranks.size
     if size == 1 and plan.compression == "none":
         last_s = max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
@@ -57,7 +58,8 @@ def assemble_step(
     def seconds_of(kind: str, nbytes: float, summed_by: float = 1.0) -> tuple[float, float]:
         """Return the seconds of a collective, and the processor seconds that it takes from computing."""
         wire_s, cpu_s = collective_s(link, plan.summing(job.ranks, summed_by), kind, nbytes, change.algorithm or "auto")
-        return wire_s, cpu_s if evidence.cores_are_full(job.ranks) else 0.0
+        wire_s *= crowded if job.ranks.hosts == 1 else 1.0  # cores copy the bytes
+        return wire_s, min(crowded * cpu_s, wire_s) if evidence.cores_are_full(job.ranks) else 0.0
 
     def gather(bucket: PlannedBucket) -> Exchange:
         """Copy this rank's part out, and the parts of the others to the parameters; FSDP copies all of them."""

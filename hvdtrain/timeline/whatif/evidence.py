@@ -107,6 +107,11 @@ class Evidence:
         bound = self.own_cores < self.cores and self.threads >= self.own_cores
         return self.on_cpu and (bound or ranks.per_host * self.threads >= self.cores)
 
+    def crowding(self, ranks: Ranks) -> float:
+        """Return how many threads that compute share a core, at least 1."""
+        shared = self.on_cpu and self.own_cores == self.cores
+        return max(1.0, ranks.per_host * self.threads / self.cores) if shared else 1.0
+
     def buckets_of(self, job: Job) -> list[PlannedBucket]:
         """Return the buckets that a job would have, of what several ranks sum."""
         if self.buckets:

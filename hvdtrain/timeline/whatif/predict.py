@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from hvdtrain.timeline.analysis.ending import BETWEEN
+from hvdtrain.timeline.analysis.stats import Z_975
 from hvdtrain.timeline.whatif.assemble import AssembledStep, Costs, assemble_step, stretch_backward
 from hvdtrain.timeline.whatif.engine_passes import engine_notes
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job, changed_job
@@ -22,6 +24,8 @@ _LATENCY_UNCERTAINTY = 0.5
 """Of the latency of a message, with more ranks than were measured."""
 _JITTER_UNCERTAINTY = 0.5
 _RESIDUAL_UNCERTAINTY = 0.3
+_CROWDED_UNCERTAINTY = 0.2
+"""Of a step, as a share, for twice as many threads on a core, or half as many."""
 _ENGINE_UNCERTAINTY = 0.1
 """Of a step with another engine, as a share: what engines cost in addition to computing, exchange and copies."""
 _MAX_STRETCH, _PRECISION = 64.0, 1e-7
@@ -73,8 +77,11 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     now, then = model.outcomes()
     _, link_uncertainty, source = changed_link(evidence, job, change)
     extrapolated = job.ranks.size > evidence.job.ranks.size and change.latency_us is None
+    crowded = evidence.crowding(job.ranks) / evidence.crowding(evidence.job.ranks)
     swings = [
-        evidence.step_uncertainty_s * max(1.0, then.compute_s / max(now.compute_s, 1e-9)),
+        evidence.step_uncertainty_s * then.step_s / now.step_s,
+        Z_975 * BETWEEN * then.step_s,
+        _CROWDED_UNCERTAINTY * abs(math.log2(crowded)) * then.step_s,
         model.swing(lambda error: replace(model, link_error=error), link_uncertainty),
         model.swing(lambda error: replace(model, latency_error=error), _LATENCY_UNCERTAINTY * extrapolated),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),

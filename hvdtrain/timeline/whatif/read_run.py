@@ -100,7 +100,8 @@ def read_evidence(
             step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
             jitter=Jitter.from_times(compute_s),
             # Others pack between the marks of two gradients.
-            copy_s_per_byte=copy_s if engine == "horovod" and not dimensions.divides_model else None,
+            copy_s_per_byte=(copy_s if engine == "horovod" and not dimensions.divides_model else None)
+            or _copied(profile),
             notes=list(_notes(profile)),
             late_s=late_s,
             late_by_data_s=late_by_data_s,
@@ -250,6 +251,12 @@ def _read_steps(
             next_step="train longer",
         )
     return found
+
+
+def _copied(profile: Mapping[str, Any]) -> float | None:
+    """Return the seconds to copy a byte of parameters; None if the run has not measured it."""
+    size, us = profile.get("copied") or (0, None)
+    return us * 1e-6 / size if us and size else None
 
 
 def _read_states(profile: Mapping[str, Any]) -> list[tuple[float, float] | None]:

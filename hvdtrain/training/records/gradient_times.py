@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hvdtrain.comm.base import Comm, TimelineComm
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.divisible import updates_by_element
+from hvdtrain.exchange.backward_passes import accumulation
 from hvdtrain.exchange.rows import count_rows
 from hvdtrain.files import write_text
 from hvdtrain.runtime.host import HostFacts
@@ -28,13 +30,16 @@ VERSION = 1
 _COUNT_ROWS, _FIRST, _LAST = 3, 4, 7
 """Steps of a start: the first counts rows of embeddings, the others are timed. Step 1 learns the buckets, step 2 is the
 first to use them; at the end of step 7, automatic compression may change the exchange."""
+_COPIED, _COPIED_ELEMENTS = 16, 1 << 20
+"""Parameters, and elements of each, that are copied once to see how long packing would take."""
 
 
 class GradientMarks:
     """Marks the time at which backward reaches the hook of each gradient.
 
-    Hooks run in the order in which they were registered. Those made before the engine mark when a gradient is ready,
-    those made after it when the gradient is packed. Where the engine places parts of the model, all are made after it.
+    Hooks of a parameter run in the order of their registration, then those of the node that accumulates its gradient.
+    An engine packs in hooks of either kind. Marks made before the engine say when a gradient is ready. Marks in `last`
+    hooks, made after it, say when it is packed. Where the engine places parts of the model, all are made after it.
 
     Attributes:
         named: the trained parameters that this rank has, or a part of them, by name.
@@ -44,16 +49,19 @@ class GradientMarks:
         on_cuda: mark by timing events of the CUDA device, not by the host's clock.
     """
 
-    def __init__(self, model: nn.Module, spans: Spans, *, on_cuda: bool = False) -> None:
+    def __init__(self, model: nn.Module, spans: Spans, *, on_cuda: bool = False, last: bool = False) -> None:
         self.model = model
         self.named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and local(p).numel()]
         self.on_cuda = on_cuda
         self.counts_rows = False
         self.rows: dict[str, int] = {}
         self._spans = spans
+        self._nodes = [accumulation(p) for _, p in self.named] if last else []  # which parameters do not own
         self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
-            for index, (_, p) in enumerate(self.named)
+            node.register_hook(partial(self._on_gradient, index, p))
+            if node is not None
+            else p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, ((_, p), node) in enumerate(zip_longest(self.named, self._nodes))
         ]
         self.clear()
 
@@ -74,7 +82,7 @@ class GradientMarks:
         event.record()
         return event
 
-    def _on_gradient(self, index: int, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, index: int, parameter: nn.Parameter, *_: Any) -> None:
         self.marks[index] = self.mark()
         if self.counts_rows and parameter.grad is not None:
             self.rows.update(count_rows([(self.named[index][0], parameter)]))
@@ -111,7 +119,7 @@ class GradientTimes(Listener):
         # Where ranks divide the model, gradients are not sent as rows, and to count them would be collective.
         self.ready.counts_rows = number == _COUNT_ROWS and not self.engine.sums.copies()
         if number == _FIRST:
-            self._packed = GradientMarks(self.ready.model, self.spans, on_cuda=self.ready.on_cuda)
+            self._packed = GradientMarks(self.ready.model, self.spans, on_cuda=self.ready.on_cuda, last=True)
         if _FIRST <= number <= _LAST + 1:
             self._cpu_ns.append(self._exchange_cpu_ns())
         if number > _LAST:
@@ -150,14 +158,26 @@ class GradientTimes(Listener):
     def _all_marks(self) -> list[GradientMarks]:
         return [self.ready, self._packed] if self._packed is not None else [self.ready]
 
-    def _us(self, mark: Any) -> float | None:
-        """Return the microseconds since the begin of the last backward pass."""
+    def _us(self, mark: Any, since: Any = None) -> float | None:
+        """Return the microseconds since another mark, or the begin of the last backward pass."""
+        begin = self._pass_marks["begin"] if since is None else since
         if mark is None:
             return None
         if not self.ready.on_cuda:
-            return float(mark - self._pass_marks["begin"]) / 1e3
+            return float(mark - begin) / 1e3
         mark.synchronize()
-        return float(self._pass_marks["begin"].elapsed_time(mark)) * 1e3
+        return float(begin.elapsed_time(mark)) * 1e3
+
+    def _copy_us(self) -> list[float | None]:
+        """Return the bytes of a part of some parameters, and the microseconds to copy them one by one."""
+        some = [local(p).detach().reshape(-1)[:_COPIED_ELEMENTS] for _, p in self.ready.named[:_COPIED]]
+        copies, us = [torch.empty_like(tensor) for tensor in some], None
+        for _ in range(2):  # the first copy touches new memory
+            began = self.ready.mark()
+            for tensor, copy in zip(some, copies, strict=True):
+                copy.copy_(tensor)
+            us = self._us(self.ready.mark(), began)
+        return [sum(tensor.nbytes for tensor in some), us]
 
     def _keep(self, step: int) -> None:
         if "end" in self._pass_marks and self._packed is not None:
@@ -216,6 +236,7 @@ class GradientTimes(Listener):
             "compression": self.engine.compression,
             "plan": self.engine.state_dict()[1].get("plan"),
             "exchange_cpu_us": self._exchange_cpu_us(),
+            "copied": self._copy_us(),
             "by_element": updates_by_element(self.engine.optimizer),
             "frozen_bytes": sum(local(p).nbytes for p in self.ready.model.parameters() if not p.requires_grad),
             "parameters": [

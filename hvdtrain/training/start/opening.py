@@ -193,10 +193,11 @@ def _describe(current: Round, job: Mapping[str, Any]) -> None:
         (recorder.warn if "idle" in unequal else recorder.say)(unequal)
     shapes = [whole_shape(p) for p in task.model.parameters() if p.requires_grad]
     name, apart = worker.plan.compression, bool(worker.plan.dimensions) or worker.plan.outer is not None
-    if name not in ("none", "auto") and not apart and size > 1 and parse(name).sends_more(shapes, size):
+    if name not in ("none", "auto") and not apart and (most := parse(name).most_ranks(shapes, size)) < size:
+        fewer = f" ({most} at most would send less)" if most > 1 else ""
         recorder.warn(
-            f"--parallel.compression {name} sends more than none on {size} ranks, as each gets what all others keep;"
-            " use --parallel.compression powersgd:4, or fp16"
+            f"--parallel.compression {name} sends more than none on {size} ranks{fewer}, as each gets what all others"
+            " keep; use --parallel.compression powersgd:4, or fp16"
         )
     if worker.plan.bits:
         recorder.say(f"all sums are taken in one order{more_bytes(worker.plan, size)}")

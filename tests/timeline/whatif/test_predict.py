@@ -92,6 +92,16 @@ def test_ranks_share_out_the_global_batch(alone: Path) -> None:
     assert any("4 of 8 ranks would be idle" in note for note in idle.notes)
 
 
+def test_ranks_that_share_cores_compute_as_much_longer(tmp_path: Path) -> None:
+    """As much work for each of 4 ranks on 2 cores as for 2, and the reverse."""
+    for size, other, factor in ((2, 4, 2.0), (4, 2, 0.5), (2, 1, 1.0)):
+        evidence = read_evidence(run_folder(tmp_path / f"{size}_{other}", size=size, local_size=size, cores=2))
+        change = Change(size=other, ranks_per_host=other, global_batch=4 * other)
+        found, data_s = predict(evidence, change), PARTS["data"] / 1e3
+        assert found.then.compute_s - data_s == pytest.approx(factor * (found.now.compute_s - data_s), rel=0.03)
+        assert (found.high_s - found.low_s > 0.4 * found.then.step_s) == (factor != 1)
+
+
 def test_data_and_a_slow_rank_count_as_they_are_asked(pair: Path) -> None:
     now = _ms(pair)
     assert _ms(pair, data_ms=0) == pytest.approx(now - PARTS["data"])

@@ -13,7 +13,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.plan.gradients import finished
 from hvdtrain.plan.plan import Ranks
 from hvdtrain.timeline.whatif.read_run import read_evidence
-from tests.support.whatif_run import GBIT, PARTS, SHAPES, run_folder
+from tests.support.whatif_run import GBIT, MIB, PARTS, SHAPES, run_folder
 
 
 def test_a_typical_step_and_the_order_of_its_gradients(tmp_path: Path) -> None:
@@ -65,6 +65,17 @@ def test_shares_by_speed_stay_in_proportion(tmp_path: Path) -> None:
     assert evidence.job.passes == 6 and evidence.step_s < 1, "of the steps with these shares"
     assert replace(evidence.job, global_batch=64).passes == 12
     assert replace(evidence.job, ranks=Ranks(4, 1)).passes == 3
+
+
+@pytest.mark.parametrize("engine", ["horovod", "ddp"])
+def test_where_nothing_is_packed_a_copy_that_the_run_has_made_is_what_packing_takes(
+    engine: str, tmp_path: Path
+) -> None:
+    path = run_folder(
+        tmp_path / "run", options={"parallel": {"compression": "none", "engine": engine}}, copied=(MIB, 500.0)
+    )
+    assert read_evidence(path).copy_s_per_byte == pytest.approx(500e-6 / MIB)
+    assert read_evidence(run_folder(tmp_path / "old")).copy_s_per_byte is None
 
 
 def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
