@@ -23,7 +23,7 @@ import random
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -167,16 +167,22 @@ def _other(kind: str, first: Asked, chance: random.Random, pipeline: bool) -> As
 def record(situation: Situation, folder: Path) -> None:
     """Run the jobs of a situation in turns; leave their runs, and what was seen of them, in a folder."""
     with ExitStack() as stack:
-        start: Callable[[str], Callable[[Path], Job]] = lambda name: partial(Job, "ours", situation.of(name))  # noqa: E731
-        hosts = None
-        if situation.kind == "hosts":
-            hosts = stack.enter_context(two_hosts())
-            start = lambda name: partial(HostsJob, name, "ours", situation.of(name), hosts=hosts)  # noqa: E731
-        jobs = stack.enter_context(warmed_up({name: start(name) for name in situation.jobs}, WARM_UP))
+        hosts = stack.enter_context(two_hosts()) if situation.kind == "hosts" else None
+
+        def start(name: str, own: Path) -> Job:
+            if hosts is None:
+                return Job("ours", situation.of(name), own)
+            return HostsJob(name, "ours", situation.of(name), own, hosts)
+
+        def limit(gbit: float | None) -> None:
+            if hosts is not None:
+                hosts.throttle(None if gbit is None else f"{gbit:g}gbit")
+
+        limit(situation.rates[0])  # jobs measure their link when they start
+        jobs = stack.enter_context(warmed_up({name: partial(start, name) for name in situation.jobs}, WARM_UP))
         seen: list[dict[str, list[list[float]]]] = []
         for rate in situation.rates:
-            if hosts is not None:
-                hosts.throttle(None if rate is None else f"{rate:g}gbit")
+            limit(rate)
             turns: dict[str, list[list[float]]] = {name: [] for name in jobs}
             for number in range(ROUNDS):
                 for name in in_turn(list(jobs), number):
