@@ -46,5 +46,4 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print JSON")
     condition = "exit with code 1 if this is true for a run: NAME OP NUMBER, or NAME OP NUMBER * base [and ...]. --json"
     add("--fail_if", metavar="CONDITION", help=f"{condition} shows the names, as figures")
-    made.replaced = {"--html": "tensorboard --logdir runs shows the curves of several runs"}
     return made

@@ -22,16 +22,6 @@ from hvdtrain.launch.spec import JobSpec
 from hvdtrain.runtime.environment import RankInfo, environ
 from hvdtrain.runtime.tuning import prepare
 
-_REPLACED = {
-    **dict.fromkeys(
-        ("--probe", "--run", "--model_parameters", "--step_ms", "--interface"),
-        "hvdtrain launch -H a:4,b:4 -- preflight measures hosts and links, hvdtrain timeline whatif RUN predicts",
-    ),
-    "--nccl_log": "hvdtrain timeline report RUN --log FILE shows NCCL's warnings, settings and links",
-    "--write_site": "write the profile yourself: docs/launching.md has an example",
-}
-"""What to use instead of options that are no longer there."""
-
 
 def parser() -> Parser:
     """Declare the options."""
@@ -47,7 +37,6 @@ def parser() -> Parser:
     several = made.add_argument_group("several hosts").add_argument
     several("--hosts", metavar="a,b", help="check and compare these hosts over ssh")
     add_ssh(several)
-    made.replaced = _REPLACED
     return made
 
 

@@ -52,7 +52,6 @@ def parser() -> Parser:
     add("--meshes", metavar="MESH,...", help=meshes)
     add("--checkpointing", metavar="MODE,...", help="values of --memory.checkpointing (default: that of the options)")
     add("--json", action="store_true", help="print one JSON object")
-    made.replaced = {"--run": "hvdtrain plan --config RUN/config.yaml predicts the time of a step"}
     return made
 
 

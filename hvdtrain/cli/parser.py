@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hvdtrain.config.spelling import EitherSpelling, declared_spelling
+from hvdtrain.config.spelling import EitherSpelling
 from hvdtrain.errors import USAGE, HvdtrainError, exit_code
 from hvdtrain.files import is_url
 from hvdtrain.observe.failure.fault import is_installed
@@ -64,9 +64,6 @@ class Parser(EitherSpelling):
     With an epilog, such as examples, the lines of description and epilog stay as they are.
     """
 
-    replaced: Mapping[str, str] = {}
-    """What to do instead of options that are no longer there, by their names."""
-
     def __init__(self, **settings: Any) -> None:
         if "epilog" in settings:
             settings["formatter_class"] = argparse.RawDescriptionHelpFormatter
@@ -83,14 +80,6 @@ class Parser(EitherSpelling):
             self.error(f"unexpected argument {word!r}")
         near = self.nearest_option(word)
         self.error(f"there is no option {word}", f"did you mean {near}?" if near else "")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse what is declared. An option of `replaced` ends the process."""
-        options, unknown = super().parse_known_args(args, namespace)
-        for word in (word.partition("=")[0] for word in unknown):
-            if instead := self.replaced.get(declared_spelling(word, self.replaced)):
-                self.error(f"there is no option {word}", instead)
-        return options, unknown
 
     def format_help(self) -> str:
         """Return the help text, with a short usage: only positional arguments and required options."""

@@ -9,10 +9,6 @@ from hvdtrain.cli import build_horovod, doctor, launch_options
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import ConfigError
 
-PREFLIGHT = "hvdtrain launch -H a:4,b:4 -- preflight measures hosts and links, hvdtrain timeline whatif RUN predicts"
-NCCL_LOG = "hvdtrain timeline report RUN --log FILE shows NCCL's warnings, settings and links"
-PROFILE = "write the profile yourself: docs/launching.md has an example"
-
 
 @pytest.mark.parametrize(
     ("argv", "wrong", "next_step"),
@@ -21,12 +17,6 @@ PROFILE = "write the profile yourself: docs/launching.md has an example"
         ("doctor --host a", "there is no option --host", "did you mean --hosts?"),  # no part of a name
         ("doctor --run.dir=x", "there is no option --run.dir", "did you mean --run_dir?"),
         ("doctor --q", "there is no option --q", "hvdtrain doctor --help"),
-        ("doctor --hosts a,b --probe", "there is no option --probe", PREFLIGHT),
-        ("doctor --write-site=a.yaml", "no option --write-site", PROFILE),
-        ("doctor --nccl_log x", "no option --nccl_log", NCCL_LOG),
-        ("compare a b --html=x", "no option --html", "tensorboard --logdir runs shows the curves of several runs"),
-        ("fit --run x", "no option --run", "hvdtrain plan --config RUN/config.yaml predicts the time of a step"),
-        ("timeline whatif r --check", "option --check", "train with the change, then: hvdtrain compare RUN OTHER"),
         ("bundle", "required: FOLDER", "hvdtrain bundle --help"),
         ("bundle a b", "unexpected argument 'b'", "hvdtrain bundle --help"),
         ("launch --time 90", "is not a time; expected 2h", "hvdtrain launch --help"),

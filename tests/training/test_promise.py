@@ -22,10 +22,11 @@ def _said(
     steps: int = STEPS,
     since: int = 700,
     repeats: int = 0,
+    growth: float = 0.0,
 ) -> tuple[list[str], list[dict[str, Any]], float]:
     """Run with something slower `since` a step; return what was said, the events, and when it ended.
 
-    After step `since`, the `repeats` steps before it are repeated.
+    After step `since`, the `repeats` steps before it are repeated. Steps grow by the share `growth` over the run.
     """
     said, events = list[str](), list[dict[str, Any]]()
     promise = Promise(steps, EVERY, EVERY, said.append, events.append)
@@ -35,7 +36,8 @@ def _said(
     for step in [*range(1, since + 1), *range(since - repeats + 1, steps + 1)]:
         late = step >= since
         lasting = 0.5 * lasting + generator.normal(0, noise)
-        parts = {"forward_s": 0.3 * (1 + lasting), "backward_s": 0.7 * (1 + lasting)}
+        longer = (1 + lasting) * (1 + growth * step / steps)
+        parts = {"forward_s": 0.3 * longer, "backward_s": 0.7 * longer}
         for name, more in (slow or {}).items():
             parts[name] += more * late
         now += sum(parts.values()) + pause_s * (step == since)
@@ -70,6 +72,12 @@ def test_a_broken_promise_says_by_what_and_since_when(change: dict[str, Any], wo
     assert second["why"] in said[1] and second["at_step"] > 700 - change.get("repeats", 0)
     if "slow" in change:
         assert f"since step {change.get('since', 700):,}"[:-2] in said[1] and second["low"] <= end <= second["high"]
+
+
+def test_steps_that_go_on_to_grow_break_few_promises() -> None:
+    """What has slowed a run may go on: the next promise expects as much more again."""
+    said, events, end = _said(growth=1.0, steps=6000)
+    assert 2 < len(said) < 10 and events[-1]["low"] <= end <= events[-1]["high"], "else 20"
 
 
 def test_other_ranks_make_a_promise_of_their_own() -> None:

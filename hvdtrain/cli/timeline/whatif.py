@@ -77,5 +77,4 @@ def parser(command: str) -> Parser:
     add("--json", action="store_true", help="print JSON")
     probe = "first measure the cost of compression on this machine (takes seconds, needs torch)"
     add("--probe", action="store_true", help=probe)
-    made.replaced = {"--check": "train with the change, then: hvdtrain compare RUN OTHER"}
     return made
