@@ -103,11 +103,6 @@ class Parser(EitherSpelling):
 _INSTEAD = {
     "serve": "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
     "tune": "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it",
-    "cache": "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses",
-    "config": "hvdtrain train --print_config > run.yaml writes all options; docs/reference.md describes them",
-    "completion": "hvdtrain COMMAND --help lists the options; docs/reference.md has them all",
-    "timeline start": "start the job with --observe.timeline FIRST:LAST; timeline watch RUN looks at a running one",
-    "timeline stop": "a recording ends with the last step of --observe.timeline FIRST:LAST",
 }
 """What to do instead of commands that hvdtrain does not have."""
 
@@ -116,7 +111,7 @@ def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
     """Return the message for a word that is not a command; it may be an option without its dashes."""
     message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
     message += f"  expected: one of {', '.join(commands)}\n"
-    if instead := _INSTEAD.get(f"{group} {name}".strip()):
+    if instead := _INSTEAD.get(name):
         return f"{message}  next: {instead}\n"
     if near := difflib.get_close_matches(name, commands, 1):
         return f"{message}  next: did you mean {near[0]}?\n"

@@ -45,12 +45,6 @@ def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.
             "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
         ),
         ("tune --over x", "'tune'", "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it"),
-        ("cache", "'cache'", "du -sh ~/.cache/hvdtrain/*/* lists the cache; remove what no running job uses"),
-        (
-            "timeline stop runs/NAME",
-            "'stop' of timeline",
-            "a recording ends with the last step of --observe.timeline FIRST:LAST",
-        ),
         ("train.steps=5", "'train.steps=5'", "options begin with --, as in hvdtrain --train.steps 100"),
         ("timeline raport x", "'raport' of timeline", "did you mean report?"),
         ("verify runs/NAME", "'runs/NAME' of verify", ""),
