@@ -196,9 +196,10 @@ def record(situation: Situation, folder: Path) -> None:
 
 def _turn(job: Job, period: int) -> list[float]:
     """The times of the steps of a turn: whole rounds, where workers train apart."""
-    steps: list[dict[str, float]] = []
-    while len(steps) < LEAST * (1 if period == 1 else period // 2):
-        steps += job.turn(TURN_S)
+    steps, seconds = list[dict[str, float]](), TURN_S
+    while len(steps) < max(LEAST, 2 * period):  # they follow each other
+        steps = job.turn(seconds)
+        seconds *= 2
     return [step["time"] for step in steps[len(steps) % period :]]
 
 

@@ -50,7 +50,7 @@ def assemble_step(
     plan, size = job.plan, job.ranks.size
     if size == 1 and plan.compression == "none":
         last_s = max((g.ready_s for g in evidence.gradients if g.ready_s is not None), default=0.0)
-        step = Step(times.before_s, [], (last_s + evidence.tail_s) * slowdown, [], (), after_s)
+        step = Step(times.before_s, [], (last_s + evidence.tail_s) * slowdown, [], (), after_s, repeats=times.count - 1)
         return AssembledStep(step, [], 0.0, True)
     compression, buckets = evidence.compression_of(plan.compression), evidence.buckets_of(job)
     coding, all_measured = _coding(evidence, job, buckets, costs, coding_factor)
@@ -84,11 +84,10 @@ def assemble_step(
 def _pass_times(evidence: Evidence, job: Job, change: Change, slowdown: float) -> PassTimes:
     parts, was, now = evidence.parts_s, evidence.job.passes, job.passes
     data_s = parts["data"] * now / was if change.data_ms is None else change.data_ms / 1e3
-    backward_s = parts["backward"] / was
     # All that stages of a pipeline wait for each other counts as forward.
     computed_s = parts["copy"] + parts["forward"] + parts["backward"]
-    forward_s = computed_s * job.pass_times / evidence.job.pass_times / now - backward_s
-    return PassTimes(data_s, slowdown * forward_s, slowdown * backward_s, now)
+    forward_s = computed_s * job.pass_times / evidence.job.pass_times / now - parts["backward"] / was
+    return PassTimes(data_s, slowdown * forward_s, now)
 
 
 def _coding(

@@ -17,22 +17,16 @@ Gather = Callable[[PlannedBucket], Exchange]
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds to load the data of a step, and of forward and backward in each of its passes."""
+    """Seconds to load the data of a step, and of forward in each of its passes."""
 
     data_s: float
     forward_s: float
-    backward_s: float
     count: int
 
     @property
     def before_s(self) -> float:
-        """Seconds until the last backward pass, without exchanges before it."""
-        return self.data_s + self.forward_s + self.between_s
-
-    @property
-    def between_s(self) -> float:
-        """Seconds from the end of the first forward pass to the last backward pass."""
-        return (self.count - 1) * (self.forward_s + self.backward_s)
+        """Seconds of a step's data and forward passes."""
+        return self.data_s + self.count * self.forward_s
 
 
 def arrange_passes(
@@ -46,7 +40,7 @@ def arrange_passes(
         return _fsdp(step, evidence, buckets, times, gather)
     if job.plan.shard != "none":
         return _sharded(step, evidence, job, buckets, times, gather)
-    return replace(step, before_s=times.before_s)
+    return replace(step, before_s=times.before_s, repeats=times.count - 1)
 
 
 def update_s(evidence: Evidence, job: Job, link: Link) -> float:
@@ -96,7 +90,7 @@ def _sharded(
     parts = _forward_parts(needed_s, times.forward_s)
     first = replace(step, before_s=times.data_s, gathers=[gather(bucket) for bucket in order], ahead_bytes=limit)
     if not job.plan.sums_each_pass or times.count == 1:
-        return replace(first, forward=[*parts, Part(0, times.between_s)])
+        return replace(first, forward=[*parts, Part(0, (times.count - 1) * times.forward_s)], repeats=times.count - 1)
     first = replace(first, forward=parts, exchanges=sums, after_s=0.0)
     # The sums of the first pass are there already.
     added = [replace(exchange, kept_bytes=0.0) for exchange in sums]

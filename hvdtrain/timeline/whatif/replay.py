@@ -68,6 +68,7 @@ class Step:
             gather starts only when it is needed.
         limit_bytes: of the memory of running exchanges and of the sums that remain: packing waits for older ones.
         earlier: passes before this one that exchange or gather, too. Their sums are complete before the next backward.
+        repeats: backward passes before this one that exchange nothing: each takes this one's computing.
     """
 
     before_s: float  # until `forward` begins, or the last backward pass if that is empty
@@ -81,6 +82,12 @@ class Step:
     ahead_bytes: float | None = None
     limit_bytes: float = math.inf
     earlier: Sequence[Step] = ()
+    repeats: int = 0
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of a backward pass without packing."""
+        return math.fsum(arrival.gap_s for arrival in self.arrivals) + self.tail_s
 
 
 @dataclass(frozen=True)
@@ -89,14 +96,14 @@ class Replayed:
 
     step_s: float
     compute_s: float  # the training thread's own work
-    backward_s: float  # the last backward pass, with packing and coding during it
+    backward_s: float  # the mean of backward passes, with packing and coding during them
     wait_s: float  # from the end of backward to the last sum
     wire_s: float  # the exchanging thread's work
     gather_s: float = 0.0  # waiting for gathered parameters, and copying them
 
 
 def replay(step: Step) -> Replayed:
-    """Return the durations of a step. The duration of backward is the mean over its passes."""
+    """Return the durations of a step."""
     return _Replay().run(step)
 
 
@@ -131,12 +138,13 @@ class _Replay:
             if number:
                 self._finish()
             self._backward(one)
-            backward_s += self._now - began
+            backward_s += self._now - began + one.repeats * one.computing_s
         backward_end = self._now
         self._finish()
         wait_s = self._now - backward_end
         self._work(step.after_s)
-        return Replayed(self._now, self._worked, backward_s / len(passes), wait_s, self._wire_s, self._gather_s)
+        mean_s = backward_s / (len(passes) + sum(one.repeats for one in passes))
+        return Replayed(self._now, self._worked, mean_s, wait_s, self._wire_s, self._gather_s)
 
     def _begin_forward(self, one: Step) -> None:
         self._ahead_bytes = one.ahead_bytes
@@ -146,6 +154,7 @@ class _Replay:
         for part in one.forward:
             self._need(part.needs)
             self._work(part.work_s)
+        self._work(one.repeats * one.computing_s)
 
     def _backward(self, one: Step) -> None:
         self._step = one

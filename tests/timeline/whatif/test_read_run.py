@@ -84,6 +84,15 @@ def test_what_a_probe_took_is_the_link(tmp_path: Path) -> None:
     assert "probed" in fitted.source
 
 
+@pytest.mark.parametrize(("compression", "slower"), [("none", True), ("powersgd:4", False)])
+def test_long_waits_say_that_the_link_is_slower_unless_they_may_be_for_coding(
+    compression: str, slower: bool, tmp_path: Path
+) -> None:
+    options = {"parallel": {"compression": compression}}
+    path = run_folder(tmp_path / "run", size=2, wait_ms=300.0, link=GBIT, options=options)
+    assert ("slower than when it was probed" in read_evidence(path).fitted.source) == slower
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.6])
 def test_a_noisy_probe_makes_a_wide_interval(tmp_path: Path, noise: float) -> None:
     """1 Gbit/s by all sizes; or every second size is slower by 60%."""

@@ -27,6 +27,7 @@ def oracle(step: Step) -> tuple[float, float]:
         for part in one.forward:
             thread.need(one, part.needs)
             thread.work(part.work_s)
+        thread.work(one.repeats * (sum(arrival.gap_s for arrival in one.arrivals) + one.tail_s))
         if last is not None:
             last.finish()
         last = _Sums(one, thread)
@@ -217,6 +218,7 @@ def passes(draw: st.DrawFn) -> Step:
         gathers=gathers[: len(gathers) - left],
         ahead_bytes=draw(st.none() | WHOLE),
         limit_bytes=draw(st.just(math.inf) | WHOLE),
+        repeats=draw(st.integers(0, 2)),
     )
 
 
@@ -224,6 +226,12 @@ def passes(draw: st.DrawFn) -> Step:
 def steps(draw: st.DrawFn) -> Step:
     """One to three passes."""
     return replace(draw(passes()), earlier=[replace(one, after_s=0) for one in draw(st.lists(passes(), max_size=2))])
+
+
+def test_passes_before_the_last_one_only_compute() -> None:
+    """The last one packs, too, and waits."""
+    found = replay(Step(1, [Arrival(5, 2, 0)], 3, [_plain(7)], after_s=1, repeats=3))
+    assert (found.step_s, found.wait_s, found.backward_s) == (1 + 3 * 8 + 5 + 2 + 7 + 1, 4, (3 * 8 + 10) / 4)
 
 
 @given(steps())
