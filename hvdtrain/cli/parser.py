@@ -100,19 +100,10 @@ class Parser(EitherSpelling):
         return next(iter(difflib.get_close_matches(option, known, n=1)), "")
 
 
-_INSTEAD = {
-    "serve": "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
-    "tune": "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it",
-}
-"""What to do instead of commands that hvdtrain does not have."""
-
-
 def unknown_command(name: str, commands: Iterable[str], group: str = "") -> str:
     """Return the message for a word that is not a command; it may be an option without its dashes."""
     message = f"hvdtrain: there is no command {name!r}{f' of {group}' if group else ''}\n"
     message += f"  expected: one of {', '.join(commands)}\n"
-    if instead := _INSTEAD.get(name):
-        return f"{message}  next: {instead}\n"
     if near := difflib.get_close_matches(name, commands, 1):
         return f"{message}  next: did you mean {near[0]}?\n"
     if not group and {".", "="} & set(name):

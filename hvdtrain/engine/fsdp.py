@@ -52,12 +52,7 @@ class FsdpSums(DividedSums):
     uniform_passes = True
 
     def __init__(
-        self,
-        parts: EngineParts,
-        mesh: Mesh,
-        layout: Rows,
-        collectives: FsdpCollectives | None,
-        schedule: Schedule,
+        self, parts: EngineParts, mesh: Mesh, layout: Rows, collectives: FsdpCollectives | None, schedule: Schedule
     ) -> None:
         super().__init__(parts.model, mesh.shard)
         self.compression, self._optimizer = parts.plan.compression, parts.optimizer

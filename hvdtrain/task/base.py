@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-NAMED = {
-    "image": "hvdtrain.task.image:image",
-    "language_model": "hvdtrain.task.language_model:language_model",
-}
+NAMED = {"image": "hvdtrain.task.image:image", "language_model": "hvdtrain.task.language_model:language_model"}
 """Short names of `--task`."""
 
 TaskFunction = Callable[..., "Task"]

@@ -41,11 +41,7 @@ _EXPECTED = "a run's folder (with journal.jsonl), or Timeline files of Horovod"
 
 
 def load(
-    path: Path,
-    *more: Path,
-    logs: Sequence[Path] = (),
-    most_bytes: float = math.inf,
-    files: RunFiles | None = None,
+    path: Path, *more: Path, logs: Sequence[Path] = (), most_bytes: float = math.inf, files: RunFiles | None = None
 ) -> RunTrace:
     """Read a run, of its starts the last one with enough stamps, or one or several segments of a Horovod Timeline.
 

@@ -39,12 +39,6 @@ def test_errors_are_short(argv: str, wrong: str, next_step: str, capsys: pytest.
     ("argv", "wrong", "next_step"),
     [
         ("lunch -np 2", "'lunch'", "did you mean launch?"),
-        (
-            "serve runs/NAME",
-            "'serve'",
-            "hvdtrain export RUN FOLDER, then transformers serve FOLDER (pip install 'transformers[serving]')",
-        ),
-        ("tune --over x", "'tune'", "pip install optuna, then copy examples/tune.py of hvdtrain's source and run it"),
         ("train.steps=5", "'train.steps=5'", "options begin with --, as in hvdtrain --train.steps 100"),
         ("timeline raport x", "'raport' of timeline", "did you mean report?"),
         ("verify runs/NAME", "'runs/NAME' of verify", ""),

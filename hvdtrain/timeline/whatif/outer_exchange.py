@@ -31,8 +31,6 @@ _OTHER_COPIES = (3, 8)
 """Of the changes of a worker, and of the update of the shared parameters."""
 _UNCERTAINTY = 0.5
 """Of the cost of coding, as a share."""
-_SYNCHRONOUS = ("none", "fp16", "int8")
-"""Compressions of the exchange in each step that are predicted for comparison."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class RarePrediction:
 
     job: Job  # settings after the change
     plan: OuterPlan
-    now_s: float  # the measured step
     step_s: float  # the predicted one; `low_s` and `high_s` are its 95% interval, if the model holds
     low_s: float
     high_s: float
@@ -50,9 +47,7 @@ class RarePrediction:
     wire_s: float  # the collective of one
     exposed_s: float  # the part of both that steps wait for
     sent_bytes: float  # that a rank which exchanges sends in one outer exchange
-    sample_bytes: float  # sent for each sample
-    synchronous_bytes: float  # sent by all-reduces in fp32 in each step
-    synchronous_s: dict[str, float]  # a step that exchanges gradients, by the name of the compression
+    every_step_bytes: float  # that all-reduces in fp32 send in as many steps, one in each
     notes: Sequence[str]  # what the prediction is based on
 
 
@@ -98,13 +93,9 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
     exposed_s = coding_s + max(0.0, wire_s - plan.delay * inner.then.step_s)
     step_s = inner.then.step_s + exposed_s / plan.interval
     spread_s = math.hypot((inner.high_s - inner.low_s) / 2, (uncertainty_s + _UNCERTAINTY * coding_s) / plan.interval)
-    sent = sent_bytes({outer.kind: int(outer.nbytes)}, leaders)
-    samples = job.global_batch * plan.interval / leaders
-    synchronous = replace(change, sync=None, workers=None, outer_compression=None)
     return RarePrediction(
         job=job,
         plan=plan,
-        now_s=evidence.step_s,
         step_s=step_s,
         low_s=max(0.0, step_s - spread_s),
         high_s=step_s + spread_s,
@@ -112,12 +103,8 @@ def predict_rarely(evidence: Evidence, change: Change, costs: Costs = nothing_me
         coding_s=coding_s,
         wire_s=wire_s,
         exposed_s=exposed_s,
-        sent_bytes=sent,
-        sample_bytes=sent / samples,
-        synchronous_bytes=sent_bytes({"allreduce": 4 * length}, leaders) * leaders / job.global_batch,
-        synchronous_s={
-            name: predict(evidence, replace(synchronous, compression=name), costs).then.step_s for name in _SYNCHRONOUS
-        },
+        sent_bytes=sent_bytes({outer.kind: int(outer.nbytes)}, leaders),
+        every_step_bytes=plan.interval * sent_bytes({"allreduce": 4 * length}, leaders),
         notes=[*inner.notes, *([f"link between workers: {source}"] if leaders > 1 else [])],
     )
 

@@ -82,8 +82,7 @@ def as_data(evidence: Evidence, change: Change, prediction: Prediction) -> dict[
 def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> list[str]:
     """Return the text of a prediction for workers that train apart."""
     plan = found.plan
-    best = min(found.synchronous_s, key=lambda name: found.synchronous_s[name])
-    share = found.synchronous_bytes / found.sample_bytes if found.sample_bytes else math.inf
+    share = found.every_step_bytes / found.sent_bytes if found.sent_bytes else math.inf
     each = f"{plan.fragments} fragments, one every {plan.interval} steps" if plan.fragments > 1 else "all parameters"
     rows = [
         ("step of a worker", _ms(found.inner_s)),
@@ -91,18 +90,15 @@ def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> lis
         ("coding and update", _ms(found.coding_s)),
         ("both, not hidden", _ms(found.exposed_s)),
         ("sent in it by a rank that exchanges", nbytes(found.sent_bytes)),
-        ("sent for each sample", nbytes(found.sample_bytes)),
-        ("by fp32 all-reduces in each step", f"{nbytes(found.synchronous_bytes)} ({share:.0f} times as much)"),
-        *((f"a step that exchanges gradients, {name}", _ms(s)) for name, s in found.synchronous_s.items()),
+        ("by fp32 all-reduces in each step", f"{nbytes(found.every_step_bytes)} ({share:.0f} times as much)"),
     ]
     wide = max(len(name) for name, _ in rows)
     return [
         f"{evidence.path}: {_job(evidence.job)}",
         f"what if: {change_options(change)}: {_job(found.job)}, {plan.workers} workers; {each}, {plan.coding}",
         "",
-        f"a step: {_ms(found.step_s)} (mean over rounds), {found.step_s / found.now_s:.2f} of now;"
+        f"a step: {_ms(found.step_s)} (mean over rounds), {found.step_s / evidence.step_s:.2f} of now;"
         f" 95% interval [{ms(found.low_s * 1e3)} .. {ms(found.high_s * 1e3)} ms] if the model holds",
-        f"{found.step_s / found.synchronous_s[best]:.2f} of a step that exchanges gradients with compression {best}",
         "",
         *(f"  {name:<{wide}}  {value}" for name, value in rows),
         "",

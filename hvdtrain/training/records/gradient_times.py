@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,8 +29,8 @@ VERSION = 1
 _COUNT_ROWS, _FIRST, _LAST = 3, 4, 7
 """Steps of a start: the first counts rows of embeddings, the others are timed. Step 1 learns the buckets, step 2 is the
 first to use them; at the end of step 7, automatic compression may change the exchange."""
-_COPIED, _COPIED_ELEMENTS = 16, 1 << 20
-"""Parameters, and elements of each, that are copied once to see how long packing would take."""
+_COPIED = 1 << 22
+"""Elements that are copied once to see how long packing would take."""
 
 
 class GradientMarks:
@@ -56,13 +55,12 @@ class GradientMarks:
         self.counts_rows = False
         self.rows: dict[str, int] = {}
         self._spans = spans
-        self._nodes = [accumulation(p) for _, p in self.named] if last else []  # which parameters do not own
-        self._hooks = [
-            node.register_hook(partial(self._on_gradient, index, p))
-            if node is not None
-            else p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
-            for index, ((_, p), node) in enumerate(zip_longest(self.named, self._nodes))
+        parameters = [p for _, p in self.named]
+        # The methods of nodes are kept: parameters do not own nodes.
+        self._ways = [
+            accumulation(p).register_hook if last else p.register_post_accumulate_grad_hook for p in parameters
         ]
+        self._hooks = [way(partial(self._on_gradient, index)) for index, way in enumerate(self._ways)]
         self.clear()
 
     def clear(self) -> None:
@@ -82,10 +80,10 @@ class GradientMarks:
         event.record()
         return event
 
-    def _on_gradient(self, index: int, parameter: nn.Parameter, *_: Any) -> None:
+    def _on_gradient(self, index: int, *_: Any) -> None:
         self.marks[index] = self.mark()
-        if self.counts_rows and parameter.grad is not None:
-            self.rows.update(count_rows([(self.named[index][0], parameter)]))
+        if self.counts_rows and self.named[index][1].grad is not None:
+            self.rows.update(count_rows([self.named[index]]))
 
 
 @dataclass
@@ -169,15 +167,14 @@ class GradientTimes(Listener):
         return float(begin.elapsed_time(mark)) * 1e3
 
     def _copy_us(self) -> list[float | None]:
-        """Return the bytes of a part of some parameters, and the microseconds to copy them one by one."""
-        some = [local(p).detach().reshape(-1)[:_COPIED_ELEMENTS] for _, p in self.ready.named[:_COPIED]]
-        copies, us = [torch.empty_like(tensor) for tensor in some], None
+        """Return the bytes of the largest parameter, or of a part of it, and the microseconds to copy them."""
+        tensor = max((local(p).detach().reshape(-1) for _, p in self.ready.named), key=Tensor.numel)[:_COPIED]
+        copy, us = torch.empty_like(tensor), None
         for _ in range(2):  # the first copy touches new memory
             began = self.ready.mark()
-            for tensor, copy in zip(some, copies, strict=True):
-                copy.copy_(tensor)
+            copy.copy_(tensor)
             us = self._us(self.ready.mark(), began)
-        return [sum(tensor.nbytes for tensor in some), us]
+        return [tensor.nbytes, us]
 
     def _keep(self, step: int) -> None:
         if "end" in self._pass_marks and self._packed is not None:

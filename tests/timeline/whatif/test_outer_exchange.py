@@ -34,7 +34,7 @@ def rarely(evidence: Evidence, sync: str, gbit: float = 0.1, **change: Any) -> R
 def test_one_step_without_coding_sends_what_an_all_reduce_sends(evidence: Evidence) -> None:
     found = rarely(evidence, "diloco:1")
     assert found.sent_bytes == 2 * 8 * MIB * 3 / 4 + 512 * 4 * 2 * 3 / 4
-    assert found.sample_bytes == found.synchronous_bytes
+    assert found.every_step_bytes == found.sent_bytes
     wire_s = predict(evidence, Change(bandwidth_gbit=0.1)).then.wire_s
     assert found.wire_s == pytest.approx(wire_s, rel=0.05)
 
