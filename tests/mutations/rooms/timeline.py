@@ -121,6 +121,10 @@ MUTATIONS: Table = {
             "ranks.per_host * self.threads >= self.cores",
             "ranks.per_host * self.threads > self.cores",
         ),
+        "threads that share cores take no longer": ("/ self.cores) ** _SHARED_CORES", "/ self.cores) ** 0"),
+    },
+    ("timeline/whatif/replay.py", "tests/timeline/whatif/test_replay.py"): {
+        "passes before the last one take no time": ("self._work(one.repeats * one.computing_s)", "pass"),
     },
     ("timeline/whatif/outer_exchange.py", "tests/timeline/whatif/test_outer_exchange.py"): {
         "a delayed exchange hides behind no step": ("max(0.0, wire_s - plan.delay * inner.then.step_s)", "wire_s"),
@@ -136,5 +140,6 @@ MUTATIONS: Table = {
             'waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)',
             'waited_s = evidence.parts_s["wait"]',
         ),
+        "time for coding is taken for a slow link": ("exposed = exact and exchanges", "exposed = exchanges"),
     },
 }

@@ -85,7 +85,14 @@ MUTATIONS: Table = {
             "        return _restored([])\n",
         ),
     },
+    ("training/records/gradient_times.py", "tests/training/test_recorded_times.py"): {
+        "a gradient counts as packed before it is": ("on_cuda=self.ready.on_cuda, last=True", "on_cuda=False"),
+    },
     ("training/records/promise.py", "tests/training/test_promise.py"): {
+        "a run that gets slower and slower breaks each promise": (
+            "max(left.high, left.value + missed_s)",
+            "left.high",
+        ),
         "a promise breaks by chance": ("seconds.low > self._end_s.high", "seconds.high > self._end_s.high"),
         "other ranks are held to the promise of those before": (
             '        if name == "started":\n            self._begin()\n        elif name == "evaluation":',
