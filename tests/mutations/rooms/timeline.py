@@ -107,6 +107,7 @@ MUTATIONS: Table = {
         "forward needs the last block first": ("forward_s * (1 - at_s / end_s)", "forward_s * at_s / end_s"),
     },
     ("timeline/whatif/replay.py", "tests/timeline/whatif/test_replay.py"): {
+        "passes before the last one take no time": ("self._work(one.repeats * one.computing_s)", "pass"),
         "an exchange takes no time from the core that computes": ("rate = 1.0 - first.cpu_share", "rate = 1.0"),
         "a pass begins before the sums of the one before have arrived": (
             "            if number:\n                self._finish()\n",
@@ -122,9 +123,6 @@ MUTATIONS: Table = {
             "ranks.per_host * self.threads > self.cores",
         ),
         "threads that share cores take no longer": ("/ self.cores) ** _SHARED_CORES", "/ self.cores) ** 0"),
-    },
-    ("timeline/whatif/replay.py", "tests/timeline/whatif/test_replay.py"): {
-        "passes before the last one take no time": ("self._work(one.repeats * one.computing_s)", "pass"),
     },
     ("timeline/whatif/outer_exchange.py", "tests/timeline/whatif/test_outer_exchange.py"): {
         "a delayed exchange hides behind no step": ("max(0.0, wire_s - plan.delay * inner.then.step_s)", "wire_s"),
