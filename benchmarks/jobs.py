@@ -125,6 +125,7 @@ class Job:
 def warmed_up(starts: Mapping[str, Callable[[Path], Job]], steps: int) -> Iterator[dict[str, Job]]:
     """Jobs that are started one after the other, each in a folder of its own, and stopped after so many steps."""
     jobs: dict[str, Job] = {}
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # which ends the jobs, too
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, start in starts.items():
