@@ -1,8 +1,8 @@
 """Do predictions of `hvdtrain timeline whatif`, and their intervals, hold for jobs that nobody tuned them to?
 
 A situation is drawn by a seed: four jobs of one model, namely one, the same again, and two that differ from it in an
-option or two. They take turns of seconds (see jobs.py). Each is predicted from the records of each other one but its
-equal, as any run leaves them; nothing of the predicted job is told. Kinds of situations, in turn:
+option or two. They take turns of seconds (see jobs.py). The records of each predict the others but its equal. Kinds of
+situations, in turn:
 
 - exchange: other compressions, buckets, global batches, of 2 ranks on one host;
 - engines: other engines and divided optimizers;
@@ -30,9 +30,9 @@ from functools import partial
 from itertools import permutations
 from pathlib import Path
 
-from common import Figure, busy, in_turn, options, report
+from common import Figure, busy, options, report
 from host_jobs import HostsJob
-from jobs import SGD, Job, Setting, warmed_up
+from jobs import SGD, Job, Setting, take_turns, warmed_up
 
 from hvdtrain.config.schema import OptimizerConfig
 from hvdtrain.errors import ConfigError, DataError
@@ -49,7 +49,7 @@ ROUNDS, TURN_S, LEAST = 3, 2.5, 4
 """Turns of each job, their seconds, and their steps at least."""
 KINDS = ("exchange", "engines", "ranks", "apart", "meshes", "hosts")
 COMPRESSIONS = ("none", "fp16", "bf16", "int8", "powersgd:4", "topk")
-BUCKETS = (None, 1.0, 2.0, 4.0, 8.0, 32.0)
+BUCKETS = (1.0, 2.0, 4.0, 8.0, 32.0)
 DIVIDED = (("horovod", "none"), ("horovod", "optimizer"), ("horovod", "gradients"), ("ddp", "none"), ("fsdp", "none"))
 AGAIN = "again"
 SITUATIONS = 24
@@ -75,7 +75,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Situation:
-    """Four jobs of one setting, by name; `mesh` divides the model, `rates` are Gbit/s between two hosts."""
+    """Four jobs of one setting, by name. `rates`: Gbit/s between two hosts, None without a limit."""
 
     kind: str
     setting: Setting
@@ -140,7 +140,7 @@ def _first(kind: str, chance: random.Random, pipeline: bool) -> Asked:
         return Asked(ranks=chance.choice((1, 2)), passes=passes, compression=chance.choice(("none", "fp16")))
     if kind in ("apart", "meshes"):
         return Asked(passes=passes)
-    return Asked(passes=passes, compression=chance.choice(COMPRESSIONS), bucket_mib=chance.choice(BUCKETS[1:]))
+    return Asked(passes=passes, compression=chance.choice(COMPRESSIONS), bucket_mib=chance.choice(BUCKETS))
 
 
 def _other(kind: str, first: Asked, chance: random.Random, pipeline: bool) -> Asked:
@@ -155,7 +155,7 @@ def _other(kind: str, first: Asked, chance: random.Random, pipeline: bool) -> As
         return replace(first, sync=f"diloco:{chance.choice((4, 6, 8))}")
     changes: list[Mapping[str, object]] = [
         {"passes": passes},
-        {"bucket_mib": chance.choice(BUCKETS[1:])},
+        {"bucket_mib": chance.choice(BUCKETS)},
         {"compression": chance.choice(COMPRESSIONS if kind != "meshes" else ("none", "fp16", "bf16"))},
     ]
     found = first
@@ -183,11 +183,8 @@ def record(situation: Situation, folder: Path) -> None:
         seen: list[dict[str, list[list[float]]]] = []
         for rate in situation.rates:
             limit(rate)
-            turns: dict[str, list[list[float]]] = {name: [] for name in jobs}
-            for number in range(ROUNDS):
-                for name in in_turn(list(jobs), number):
-                    turns[name].append(_turn(jobs[name], situation.jobs[name].period))
-            seen.append(turns)
+            turn = lambda job: _turn(job, situation.jobs[job.folder.name].period)  # noqa: E731
+            seen.append(take_turns(jobs, turn, ROUNDS))
         folder.mkdir(parents=True)
         for name, job in jobs.items():
             shutil.copytree(job.folder, folder / name)
@@ -281,7 +278,7 @@ def errors(name: str, found: Sequence[Guess]) -> list[float]:
         f"{name:<9} {len(found):3} predictions: median error {statistics.median(map(abs, signed)):4.1f}%,"
         f" worst {max(map(abs, signed)):5.1f}%, mean {statistics.fmean(signed):+5.1f}%,"
         f" within the interval {sum(guess.covered for guess in found):3},"
-        f" half of which is {statistics.median(guess.half_width for guess in found):4.1f}%",
+        f" half the interval {statistics.median(guess.half_width for guess in found):4.1f}%",
         flush=True,
     )
     return signed

@@ -110,10 +110,7 @@ class Compression:
         return (other or self.kind.copies).estimate(gradient_bytes, collectives, ranks, copy_s)
 
     def most_ranks(self, shapes: Sequence[Sequence[int]], ranks: int) -> int:
-        """Return on how many of `ranks` it sends less than fp32 gradients of these shapes, at most.
-
-        An allgather brings more by each rank.
-        """
+        """Return the most of `ranks` on which it sends less than fp32: an allgather brings more by each rank."""
         buckets = [Bucket([shape], "float32", math.prod(shape)) for shape in shapes if math.prod(shape) >= _WORTH]
 
         def sends_more(size: int) -> bool:

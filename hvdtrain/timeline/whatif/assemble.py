@@ -43,7 +43,7 @@ def assemble_step(
 
     `job` and `link` are those after the change. The costs of coding are multiplied by `coding_factor`.
     """
-    crowded = evidence.crowding(job.ranks) / evidence.crowding(evidence.job.ranks)
+    crowded = evidence.crowding(job.ranks)
     slowdown, coding_factor = crowded * (1 + (change.slow_rank_percent or 0.0) / 100), crowded * coding_factor
     times = _pass_times(evidence, job, change, slowdown)
     after_s = crowded * (update_s(evidence, job, link) + evidence.parts_s["rest"])

@@ -111,9 +111,11 @@ class Evidence:
         return self.on_cpu and (bound or ranks.per_host * self.threads >= self.cores)
 
     def crowding(self, ranks: Ranks) -> float:
-        """Return how much longer computing takes where threads share cores."""
-        shared = self.on_cpu and self.own_cores == self.cores
-        return max(1.0, ranks.per_host * self.threads / self.cores) ** _SHARED_CORES if shared else 1.0
+        """Return the time of computing over that in the run, because more or fewer threads share a core."""
+        if not self.on_cpu or self.own_cores < self.cores:
+            return 1.0
+        then, now = (max(1.0, each.per_host * self.threads / self.cores) for each in (ranks, self.job.ranks))
+        return math.pow(then / now, _SHARED_CORES)
 
     def buckets_of(self, job: Job) -> list[PlannedBucket]:
         """Return the buckets that a job would have, of what several ranks sum."""

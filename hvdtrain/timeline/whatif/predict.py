@@ -77,11 +77,10 @@ def predict(evidence: Evidence, change: Change, costs: Costs = nothing_measured)
     now, then = model.outcomes()
     _, link_uncertainty, source = changed_link(evidence, job, change)
     extrapolated = job.ranks.size > evidence.job.ranks.size and change.latency_us is None
-    crowded = evidence.crowding(job.ranks) / evidence.crowding(evidence.job.ranks)
     swings = [
         evidence.step_uncertainty_s * then.step_s / now.step_s,
         Z_975 * BETWEEN * then.step_s,
-        _CROWDED_UNCERTAINTY * abs(math.log2(crowded)) * then.step_s,
+        _CROWDED_UNCERTAINTY * abs(math.log2(evidence.crowding(job.ranks))) * then.step_s,
         model.swing(lambda error: replace(model, link_error=error), link_uncertainty),
         model.swing(lambda error: replace(model, latency_error=error), _LATENCY_UNCERTAINTY * extrapolated),
         model.swing(lambda error: replace(model, coding_error=error), _CODING_UNCERTAINTY[model.coding_measured]),

@@ -90,7 +90,7 @@ def rare_lines(evidence: Evidence, change: Change, found: RarePrediction) -> lis
         ("coding and update", _ms(found.coding_s)),
         ("both, not hidden", _ms(found.exposed_s)),
         ("sent in it by a rank that exchanges", nbytes(found.sent_bytes)),
-        ("by fp32 all-reduces in each step", f"{nbytes(found.every_step_bytes)} ({share:.0f} times as much)"),
+        ("by fp32 all-reduces in these steps", f"{nbytes(found.every_step_bytes)} ({share:.0f} times as much)"),
     ]
     wide = max(len(name) for name, _ in rows)
     return [

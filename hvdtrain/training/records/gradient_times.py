@@ -168,7 +168,8 @@ class GradientTimes(Listener):
 
     def _copy_us(self) -> list[float | None]:
         """Return the bytes of the largest parameter, or of a part of it, and the microseconds to copy them."""
-        tensor = max((local(p).detach().reshape(-1) for _, p in self.ready.named), key=Tensor.numel)[:_COPIED]
+        largest: Tensor = max((local(p) for _, p in self.ready.named), key=Tensor.numel, default=torch.zeros(0))
+        tensor = largest.detach().reshape(-1)[:_COPIED]
         copy, us = torch.empty_like(tensor), None
         for _ in range(2):  # the first copy touches new memory
             began = self.ready.mark()

@@ -137,7 +137,7 @@ class Promise:
 
     def _promise(self, step: int, now_s: float, pace: Pace, why: str) -> None:
         left = self._left(pace, step).seconds
-        missed_s = 0.0 if self._pace is None else now_s + left.value - self._end_s.value  # again, perhaps
+        missed_s = 0.0 if self._pace is None else now_s + left.value - self._end_s.value  # it may be as much again
         left = Estimate(left.value, left.low, max(left.high, left.value + missed_s))
         self._pace, self._end_s = pace, Estimate(now_s + left.value, now_s + left.low, now_s + left.high)
         self._usual_s = {part: self._blocks[-1].part_s(part) for part in JOURNAL_KEYS}

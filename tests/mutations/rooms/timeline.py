@@ -122,7 +122,7 @@ MUTATIONS: Table = {
             "ranks.per_host * self.threads >= self.cores",
             "ranks.per_host * self.threads > self.cores",
         ),
-        "threads that share cores take no longer": ("/ self.cores) ** _SHARED_CORES", "/ self.cores) ** 0"),
+        "threads that share cores take no longer": ("math.pow(then / now, _SHARED_CORES)", "1.0"),
     },
     ("timeline/whatif/outer_exchange.py", "tests/timeline/whatif/test_outer_exchange.py"): {
         "a delayed exchange hides behind no step": ("max(0.0, wire_s - plan.delay * inner.then.step_s)", "wire_s"),
@@ -138,6 +138,6 @@ MUTATIONS: Table = {
             'waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)',
             'waited_s = evidence.parts_s["wait"]',
         ),
-        "time for coding is taken for a slow link": ("exposed = exact and exchanges", "exposed = exchanges"),
+        "time for coding is taken for a slow link": ("tells = exact and exchanges", "tells = exchanges"),
     },
 }
