@@ -26,9 +26,9 @@ from common import Figure, figure, main
 from jobs import environment
 
 from hvdtrain import Task
-from hvdtrain.comm.imagined import imagined_ranks
+from hvdtrain.comm.solo import imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv, task_spec
-from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.fit.imagined_tensors import LiveBytes
 from hvdtrain.fit.memory import predict_memory
 from hvdtrain.task.base import load_task_function
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import product
 from typing import Any, NamedTuple
 
 import psutil
@@ -94,26 +95,30 @@ def _connect(rank: Rank, scope: str, own: int, size: int) -> float:
             longest_s = max(longest_s, time.monotonic() - began_s)
             value = ask(rank.store, "GET", f"{scope}/{other}")
             assert value is not None and len(value) == ADDRESS_BYTES * (size - 1)
-            assert struct.unpack_from("<HH", value) == (2, 4000 + other)
+            slot = own - (own > other)
+            assert struct.unpack_from("<HH124xq", value, ADDRESS_BYTES * slot) == (2, 4000 + other, 9000 + slot)
     return longest_s
 
 
 class Hosts:
     """Agents on this machine, and a driver's part between them."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, local: int) -> None:
         self.sent_bytes = 0
         self._inbox: queue.SimpleQueue[tuple[AgentLink, dict[str, Any]]] = queue.SimpleQueue()
         argv = [sys.executable, "-m", AGENT]
         self._links = [AgentLink(f"h{host}", argv, os.environ, self._inbox.put) for host in range(number)]
-        self._relay = Relay(self._send)
+        self._relay = Relay(self._send, self._send_to)
         for link in self._links:
             link.start()
             link.send("hello", host=link.host, folder=".", environment={}, remote=False, driver="")
         while not all(link.store for link in self._links):
             link, message = self._inbox.get()
             link.store = message.get("store", link.store)
-        self._relay.open(ROUND, {})
+        keys, size = {}, number * local
+        for host, own in product(range(number), range(local)):
+            keys[f"rank_and_size/h{host}:{own}"] = f"{host * local + own},{size},{own},{local},{host},{number}"
+        self._relay.open(ROUND, keys)
         threading.Thread(target=self._drive, daemon=True).start()
 
     def stores(self) -> list[str]:
@@ -130,6 +135,11 @@ class Hosts:
         for link in self._links:
             self.sent_bytes += len(data)
             link.write(data)
+
+    def _send_to(self, host: str, kind: str, **facts: Any) -> None:
+        data = encode_message(kind, facts)
+        self.sent_bytes += len(data)
+        next(link for link in self._links if link.host == host).write(data)
 
     def _drive(self) -> None:
         while True:
@@ -151,7 +161,7 @@ def run(ranks: Sequence[Rank]) -> list[tuple[float, float]]:
 
 
 def simulate(hosts: int, local: int, only_first: bool) -> list[Figure]:
-    size, there = hosts * local, Hosts(hosts)
+    size, there = hosts * local, Hosts(hosts, local)
     try:
         stores = there.stores()
         ranks = [Rank(n, hosts, local, stores[n // local], n < local or not only_first) for n in range(size)]

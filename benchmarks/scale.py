@@ -3,6 +3,9 @@
 The driver is the real one. Its agents are objects in the same process that answer as real ones do: a rank asks for a
 place when it is started or when its round has broken, and gives a sign of life each second. The network, the agents'
 processes and ssh are left out. `--busy` adds loops that take all cores meanwhile.
+
+`scale/sent_gib_N`: what the driver's host, which sends most, sends of the addresses by which N ranks of Gloo find each
+other; counted, by the code of agents and driver. `rendezvous.py` has real agents.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import resource
+import struct
 import threading
 import time
 from typing import Any
@@ -17,11 +21,12 @@ from typing import Any
 from common import Figure, busy, figure, options, report
 
 from hvdtrain.launch import driver as driver_module
+from hvdtrain.launch.agent_link import Readers, Relay
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.job import Limits
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.worker_plan import Starter, WorkerPlan
-from hvdtrain.runtime.channel import BEAT_S
+from hvdtrain.runtime.channel import BEAT_S, encode_message
 
 PER_HOST = 8
 QUIET_S = 5.0
@@ -178,6 +183,31 @@ def simulate(size: int) -> list[Figure]:
     ]
 
 
+def sent(size: int) -> Figure:
+    """Let the ranks of a round put their addresses; count what the driver sends to all hosts."""
+    hosts, total = size // PER_HOST, 0
+
+    def to_all(kind: str, **facts: Any) -> None:
+        nonlocal total
+        total += hosts * len(encode_message(kind, facts))
+
+    def to_one(host: str, kind: str, **facts: Any) -> None:
+        nonlocal total
+        total += len(encode_message(kind, facts))
+
+    places = [(rank, *divmod(rank, PER_HOST)) for rank in range(size)]
+    keys = {f"rank_and_size/h{h}:{own}": f"{rank},{size},{own},{PER_HOST},{h},{hosts}" for rank, h, own in places}
+    relay, readers = Relay(to_all, to_one), Readers(keys)
+    relay.open(1, keys)
+    for rank, host, own in places:
+        for scope, number, ranks in (("global", rank, size), (f"cross_{own}", host, hosts)):
+            relay.put(1, f"{scope}/rank_{number}", readers.divide(f"{scope}/rank_{number}", f"h{host}".encode()))
+            value = b"".join(struct.pack("<HH124xq", 2, 4000 + rank, 9000 + pair) for pair in range(ranks - 1))
+            relay.put(1, f"{scope}/{number}", readers.divide(f"{scope}/{number}", value))
+    relay.flush()
+    return figure(f"scale/sent_gib_{size}", [total / 2**30], "GiB")
+
+
 def _waiting(crowd: Crowd) -> bool:
     return any(number == 0 for number in list(crowd.rounds.values()))
 
@@ -198,4 +228,4 @@ if __name__ == "__main__":
     driver_module.AgentLink = FakeLink  # type: ignore[assignment,misc]
     sizes = [64] if arguments.quick else [int(text) for text in arguments.ranks.split(",")]
     with busy(arguments.busy):
-        report([found for size in sizes for found in simulate(size)], arguments.json)
+        report([found for size in sizes for found in (*simulate(size), sent(size))], arguments.json)

@@ -12,10 +12,9 @@ from hvdtrain.cli.launch_options import add_ssh
 from hvdtrain.cli.parser import Parser, local
 from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import gather
-from hvdtrain.doctor.finding import worst
 from hvdtrain.doctor.hosts.checks import examine as examine_hosts
 from hvdtrain.doctor.hosts.survey import Hosts
-from hvdtrain.doctor.report import Report
+from hvdtrain.doctor.report import Report, worst
 from hvdtrain.errors import HvdtrainError, LaunchError
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.spec import JobSpec

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 def _predict(argv: list[str], options: argparse.Namespace, ranks: list[int]) -> Iterator[Line]:
     """Yield a line for each number of ranks, way to divide and mode of checkpointing."""
-    from hvdtrain.comm.imagined import imagined_ranks
+    from hvdtrain.comm.solo import imagined_ranks
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.fit.memory import predict_memory
     from hvdtrain.plan.plan import plan_of

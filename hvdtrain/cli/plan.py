@@ -104,7 +104,7 @@ def _in_bytes(folder: Path, was: Plan, config: Config, plan: Plan, size: int) ->
     """Return what a rank holds and sends with the model of a run, which had another plan; nothing if it is unknown."""
     from hvdtrain.errors import ConfigError
     from hvdtrain.plan.collectives import collectives
-    from hvdtrain.plan.held import held
+    from hvdtrain.plan.description import held
     from hvdtrain.plan.plan import Ranks
     from hvdtrain.timeline.whatif.prediction_text import memory_text
     from hvdtrain.timeline.whatif.read_run import read_gradients

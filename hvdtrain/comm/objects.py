@@ -10,7 +10,7 @@ import torch
 
 from hvdtrain import errors
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.solo import ImaginedComm
 
 T = TypeVar("T")
 
@@ -28,6 +28,15 @@ def broadcast_json(comm: Comm, value: Any, *, name: str, root: int = 0) -> Any:
 def allgather_json(comm: Comm, value: Any, *, name: str) -> list[Any]:
     """Return the values of all ranks, in rank order. Collective: yes."""
     return [_value(part) for part in allgather_bytes(comm, _bytes(value), name=name)]
+
+
+def alltoall_json(comm: Comm, values: Sequence[Any], *, name: str) -> list[Any]:
+    """Send a value to each rank; return those received, in rank order. Collective: yes."""
+    data = [_bytes(value) for value in values]
+    lengths = torch.tensor([len(each) for each in data], dtype=torch.int64)
+    received = comm.alltoall(lengths, name=f"{name}/length").wait().tolist()
+    found = comm.alltoall(torch.cat(data), name=name, rows=lengths.tolist()).wait()
+    return [_value(part) for part in torch.split(found, received)]
 
 
 def allgather_bytes(comm: Comm, data: torch.Tensor, *, name: str) -> Sequence[torch.Tensor]:
@@ -87,4 +96,4 @@ def _bytes(value: Any) -> torch.Tensor:
 
 
 def _value(data: torch.Tensor) -> Any:
-    return json.loads(bytes(data.tolist()))
+    return json.loads(data.numpy().tobytes())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.solo import ImaginedComm
 from hvdtrain.comm.torch_order import Order, Started, TorchHandle, naming_lost_rank
 from hvdtrain.comm.torch_store import FOREVER, join_default_group, store_of_torchrun, store_over
 from hvdtrain.runtime.environment import RankInfo

@@ -15,7 +15,6 @@ from hvdtrain.timeline.analysis.phases import PHASES
 from hvdtrain.yaml_file import flatten
 
 _NOTHING = Estimate(0.0, 0.0, 0.0)
-_SHOWN = 20
 _PIECES = (*PHASES, OTHER_EXCHANGE, EXCHANGE)
 
 
@@ -79,9 +78,9 @@ def to_text(comparison: Comparison) -> str:
         lines.append("options: unknown, because a Horovod Timeline or a run without config has none")
     else:
         lines.append("options that differ:" if options else "options: the same")
-        lines += [f"  --{name}  {_value(x)} -> {_value(y)}" for name, (x, y) in list(options.items())[:_SHOWN]]
-        if len(options) > _SHOWN:
-            lines.append(f"  {len(options) - _SHOWN} more: --json")
+        for name, values in options.items():
+            shown = ("default" if value is None else str(value)[:60] for value in values)
+            lines.append(f"  --{name}  {' -> '.join(shown)}")
     return "\n".join([*lines, *(f"  {note}" for note in comparison.notes)])
 
 
@@ -108,7 +107,3 @@ def _notes(a: Analysis, b: Analysis) -> Iterator[str]:
         yield f"{'a' if a.budget is None else 'b'} has no steps to compare"
     elif a.budget.what.startswith("rank 0's") != b.budget.what.startswith("rank 0's"):
         yield "one is a Timeline alone, which has other parts"
-
-
-def _value(value: Any) -> str:
-    return "default" if value is None else str(value)[:60]

@@ -20,6 +20,7 @@ from hvdtrain.data.mixture import sample_order
 from hvdtrain.data.order import (
     MicroBatch,
     SampleOrder,
+    Workers,
     count_micro_batches,
     mix_seed,
     positions_without,
@@ -27,7 +28,6 @@ from hvdtrain.data.order import (
     take_micro_batches,
 )
 from hvdtrain.data.tree import Positions
-from hvdtrain.data.workers import Workers
 from hvdtrain.errors import DataError
 
 _SAMPLE, _FORWARD = 1, 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.solo import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.parts import EngineParts

@@ -24,8 +24,8 @@ from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import parse
 from hvdtrain.data.tree import Positions
 from hvdtrain.engine.parts import EngineParts
+from hvdtrain.exchange.buckets import prepare_exchange
 from hvdtrain.exchange.in_order import PassSums
-from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.plan.collectives import AT_ONCE
 from hvdtrain.spans import GATHER, Spans
 

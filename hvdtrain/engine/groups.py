@@ -17,8 +17,8 @@ from hvdtrain.comm.base import Comm
 from hvdtrain.engine.blocks import before_forward
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.schedule import Schedule
-from hvdtrain.exchange.between_copies import BetweenCopies
-from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
+from hvdtrain.exchange.active_buckets import BetweenCopies
+from hvdtrain.exchange.buckets import prepare_exchange, resolve_compression
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
 from hvdtrain.state.pieces import Place

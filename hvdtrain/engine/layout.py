@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from hvdtrain.exchange.active_buckets import BetweenCopies
 from hvdtrain.exchange.at_owners import AtOwners
-from hvdtrain.exchange.between_copies import BetweenCopies
 from hvdtrain.state.exchange_state import Owned
 
 Exchange = BetweenCopies | AtOwners

@@ -22,8 +22,8 @@ from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.parts import EngineParts, named_parameters
 from hvdtrain.engine.refusals import refuse
 from hvdtrain.errors import ETC, LaunchError, listed
+from hvdtrain.exchange.buckets import prepare_exchange, resolve_compression
 from hvdtrain.exchange.in_order import Leaves
-from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
 from hvdtrain.exchange.reducer import Reducer
 from hvdtrain.plan.plan import AUTO, Plan
 from hvdtrain.spans import Spans

@@ -21,9 +21,9 @@ from hvdtrain.engine.schedule import PipelineSchedule
 from hvdtrain.engine.stage import Stage
 from hvdtrain.engine.token_exchange import by_nccl_of_horovod
 from hvdtrain.errors import ConfigError, TaskError
+from hvdtrain.exchange.active_buckets import BetweenCopies
 from hvdtrain.exchange.at_owners import AtOwners
-from hvdtrain.exchange.between_copies import BetweenCopies
-from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
+from hvdtrain.exchange.buckets import prepare_exchange, resolve_compression
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import cuts, is_divided, on_stages, share_count
 from hvdtrain.state.exchange_state import Owned

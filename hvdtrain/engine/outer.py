@@ -13,7 +13,7 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm, Handle
 from hvdtrain.compression.outer import OuterCoding
 from hvdtrain.config.sync import OuterPlan
-from hvdtrain.data.workers import Workers
+from hvdtrain.data.order import Workers
 from hvdtrain.errors import NonFiniteError
 
 _CHUNK_BYTES = 4 << 20

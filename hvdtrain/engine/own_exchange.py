@@ -14,8 +14,8 @@ from hvdtrain.engine.own_loop import DividedReducer
 from hvdtrain.errors import CallOrderError, CheckpointError, TaskError
 from hvdtrain.exchange.own_loop import Exchange
 from hvdtrain.state.pieces import StateDict
-from hvdtrain.state.sync import gather_pieces
 from hvdtrain.state.train_state import NUMBERS, Progress, TrainState, stored_as
+from hvdtrain.state.transfer import gather_pieces
 
 
 class DividedExchange(Exchange):

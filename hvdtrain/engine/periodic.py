@@ -24,7 +24,7 @@ from hvdtrain.comm.solo import SoloComm
 from hvdtrain.compression.outer import OuterCoding
 from hvdtrain.compression.table import parse_outer
 from hvdtrain.config.sync import OuterPlan
-from hvdtrain.data.workers import Workers
+from hvdtrain.data.order import Workers
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import named_parameters
 from hvdtrain.engine.outer import Links, OuterExchange, OuterFacts, divide

@@ -18,9 +18,9 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.at_owners import AtOwners
 from hvdtrain.exchange.buckets import Layout as Buffer
+from hvdtrain.exchange.buckets import prepare_exchange
 from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.norms import squared_norm
-from hvdtrain.exchange.preparation import prepare_exchange
 from hvdtrain.exchange.shard_bucket import ShardBucket
 from hvdtrain.exchange.shard_in_order import in_order
 from hvdtrain.plan.collectives import bucket_limit

@@ -22,14 +22,22 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.solo import ImaginedComm
 from hvdtrain.comm.torch_group import lasting_group
 from hvdtrain.engine.blocks import stage_blocks
 from hvdtrain.engine.division import distribute, divide_model, ties_of
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.engine.sequence import dropout_of
-from hvdtrain.engine.stage_links import Link, random_state, set_random_state
-from hvdtrain.engine.stages import EndOfStage, Pass, first_blocks, order_of_passes, stages_of
+from hvdtrain.engine.stages import (
+    EndOfStage,
+    Link,
+    Pass,
+    first_blocks,
+    order_of_passes,
+    random_state,
+    set_random_state,
+    stages_of,
+)
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.spans import Spans
 from hvdtrain.state.divided import OnStages

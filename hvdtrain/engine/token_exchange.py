@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.imagined import ImaginedComm
 from hvdtrain.comm.mesh import comm_among
+from hvdtrain.comm.solo import ImaginedComm
 from hvdtrain.comm.torch_group import TorchComm, lasting_group
 from hvdtrain.spans import Spans
 

@@ -1,4 +1,4 @@
-"""The flat buckets of a model's gradients, as tensors. Pure."""
+"""The flat buckets of a model's gradients, as tensors; their size, and the variant of their compression."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import BucketShape, Part
 from hvdtrain.compression.sizes import packed
+from hvdtrain.compression.table import Compression, parse
 from hvdtrain.plan.buckets import BucketPlan, Sizes, assign
+from hvdtrain.runtime.environment import by_gloo
+from hvdtrain.runtime.rules import NICE
+from hvdtrain.runtime.threads import lower_own_priority
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -61,3 +66,22 @@ def as_real(tensor: Tensor) -> Tensor:
 def as_gradient(stored: Tensor, parameter: Tensor) -> Tensor:
     """Return what `as_real` has made real as a gradient of `parameter` again."""
     return torch.view_as_complex(stored) if parameter.is_complex() else stored
+
+
+def prepare_exchange(
+    compression: Compression, comm: Comm, variables: Mapping[str, str], bucket_mib: float | None = None
+) -> int:
+    """Return the bytes of the largest bucket; lower this thread's priority if bulk data is sent between hosts.
+
+    `variables` is the environment of this process. Without `bucket_mib`, the compression's default counts.
+    """
+    one_host = comm.local_size >= comm.size
+    if compression.kind.bulk and not one_host:
+        lower_own_priority(variables.get(NICE, ""))
+    return int(bucket_mib * (1 << 20)) if bucket_mib else compression.bucket_bytes(one_host=one_host)
+
+
+def resolve_compression(text: str, device: torch.device, variables: Mapping[str, str]) -> Compression:
+    """Return the compression that an option names, in its best variant for `device` and the job of `variables`."""
+    compression = parse(text)
+    return compression.where_halves_are_slow() if device.type == "cpu" and by_gloo(variables) else compression

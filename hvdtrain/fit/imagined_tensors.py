@@ -1,20 +1,102 @@
-"""What is imagined of a job: tensors without memory, with a count of their bytes; ranks with the memory of DDP."""
+"""What is imagined of a job: tensors without memory, with a count of their bytes; ranks with the memory of DDP;
+attention with the memory that it has on GPUs, where no kernel keeps the scores of all pairs of tokens.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hvdtrain.comm.imagined import ImaginedComm, Traffic, UnderWay
-from hvdtrain.comm.solo import Finished
-from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.comm.solo import Finished, ImaginedComm, Traffic, UnderWay
+
+_BLOCK_BYTES = 512
+"""CUDA's allocator rounds sizes up to a multiple of this."""
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages of tensors that exist, each once, while it is active.
+
+    torch's own `MemTracker` is not used: its hooks on modules and optimizers do not see what engines replace.
+    """
+
+    assumed: float | None = None  # for numbers without a value; see `ImaginedTensors`
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0  # bytes of all live tensors
+        self.peak = 0  # the largest sum so far
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+
+    def add(self, tensors: Iterable[object]) -> None:
+        """Count these tensors, if they are not known."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                self._count(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation, and count its results."""
+        result = self._run(func, args, dict(kwargs or {}))
+        self.add(tree_leaves(result))
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return func(*args, **named)
+
+    def __enter__(self) -> Any:
+        """Begin. How FSDP frees and regains the memory of gathered parameters counts, too."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = resize(storage, size)
+            if (key := id(storage)) in self._known:
+                self._set_size(key, storage.nbytes())
+            return resized
+
+        torch.UntypedStorage.resize_ = resize_counted  # type: ignore[assignment, method-assign]
+        self._resize = resize
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _count(self, tensor: Tensor) -> None:
+        # The storage of a divided tensor has no memory; that of its rows has.
+        own: Tensor = getattr(tensor, "_local_tensor", tensor)
+        storage = own.untyped_storage()
+        key = id(storage)
+        if (known := self._known.get(key)) is not None and known() is storage:
+            self._set_size(key, storage.nbytes())  # Horovod resizes the empty result that it was given
+            return
+
+        def forget(_: object) -> None:
+            self._set_size(key, 0)
+            del self._known[key], self._sizes[key]
+
+        self._known[key] = weakref.ref(storage, forget)
+        self._set_size(key, storage.nbytes())
+
+    def _set_size(self, key: int, size: int) -> None:
+        rounded = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+        self.now += rounded - self._sizes.get(key, 0)
+        self._sizes[key] = rounded
+        self.peak = max(self.peak, self.now)
+
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -145,3 +227,53 @@ class _Approximated(UnderWay):
         """Return the tensor."""
         self._errors[self._name] = self._copy - self._tensor
         return super().wait()
+
+
+class FusedAttention(TorchFunctionMode):
+    """While it is active, `scaled_dot_product_attention` keeps its inputs, its result and a number for each query.
+
+    That is what torch's flash, memory-efficient and cuDNN kernels keep. On a CPU, torch computes whole scores if keys
+    and values have different sizes, as in DeepSeek's latent attention. Results have no values.
+
+    torch's function is replaced, too: modes are not active where backward computes activations again.
+    """
+
+    def __enter__(self) -> FusedAttention:
+        """Begin."""
+        nn.functional.scaled_dot_product_attention = self._call
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(scaled_dot_product_attention, (), args, kwargs)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch."""
+        named = dict(kwargs or {})
+        if func is not scaled_dot_product_attention:
+            return func(*args, **named)
+        given = [*args, *(named[name] for name in ("query", "key", "value")[len(args) :])][:3]
+        if torch.is_autocast_enabled("cpu"):
+            given = [tensor.to(torch.get_autocast_dtype("cpu")) for tensor in given]
+        return _Attention.apply(*given)  # type: ignore[no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return a tensor (..., queries, size of a value)."""
+        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Return a gradient for each input."""
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.imagined import ImaginedComm, Traffic, imagined_ranks
+from hvdtrain.comm.solo import ImaginedComm, Traffic, imagined_ranks
 from hvdtrain.compression import base
 from hvdtrain.compression.table import parse
 from hvdtrain.config.parse import RunConfig
@@ -21,9 +21,7 @@ from hvdtrain.data.loader import Stream, train_batches
 from hvdtrain.data.order import count_micro_batches
 from hvdtrain.engine.base import Engine
 from hvdtrain.errors import ConfigError, HvdtrainError
-from hvdtrain.fit.fused_attention import FusedAttention
-from hvdtrain.fit.imagined_tensors import ImaginedDdp, ImaginedTensors
-from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.fit.imagined_tensors import FusedAttention, ImaginedDdp, ImaginedTensors, LiveBytes
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.plan.refusals import resolve
 from hvdtrain.runtime.environment import RankInfo

@@ -9,13 +9,13 @@ From the driver:
     tell     {"worker", "what", "facts"}
     kill     {"worker", "after_s"}   signal  {"worker", "name"}
     open     {"round", "keys"}   open the store of this round; 0: of none
-    keys     {"round", "keys"}   values from ranks of all hosts, as `agent_link.packed` makes them
+    keys     {"round", "keys"}   values from ranks of all hosts, as `agent_link.Readers` makes them
     beat     {}             heartbeat, each second
 To the driver:
     ready    {"pid", "store", "address", "interface", "networks"}   address, interface: those towards the driver, ""
              if unknown; networks: interfaces of this host by network, as of `interfaces.networks`
     said     {"worker", "message"}   line  {"worker", "text", "err"}   dying  {"worker"}   exited  {"worker", "code"}
-    put      {"round", "key", "value"}
+    put      {"round", "key", "value"}   by host, as of `agent_link.Readers`
     log      {"text"}
     beat     {"halted": {worker: bool}, "busy": [worker]}   heartbeat, each second; busy: by `BusyWorkers`
 When the driver's end closes, the agent ends all workers and itself. It forwards SIGTERM to its workers. Batch systems
@@ -36,7 +36,7 @@ from typing import IO, Any
 
 from hvdtrain.errors import CANNOT_START
 from hvdtrain.files import allow_open_files
-from hvdtrain.launch.agent_link import packed, unpacked
+from hvdtrain.launch.agent_link import Readers, unpacked
 from hvdtrain.launch.rendezvous import Rendezvous
 from hvdtrain.launch.variables import agent_environment
 from hvdtrain.launch.worker_process import BusyWorkers, WorkerProcess
@@ -67,6 +67,7 @@ class Agent:
         self._lock = threading.Lock()
         self._last_message_s = time.monotonic()
         self._ending = threading.Lock()
+        self._readers = Readers({})
         self.rendezvous = Rendezvous(lambda text: writer.send("log", text=text), put=self._put)
 
     def run(self, source: IO[bytes]) -> None:
@@ -115,9 +116,10 @@ class Agent:
         if kind == "start":
             self._start(int(message["worker"]), message)
         elif kind == "open":
+            self._readers = Readers(message["keys"])
             self.rendezvous.open(message["round"], {k: v.encode() for k, v in message["keys"].items()})
         elif kind == "keys":
-            self.rendezvous.add(message["round"], {k: unpacked(v) for k, v in message["keys"].items()})
+            self.rendezvous.add(message["round"], {k: partial(unpacked, v) for k, v in message["keys"].items()})
         elif kind in ("tell", "kill", "signal"):
             with self._lock:
                 worker = self._workers.get(message["worker"])
@@ -173,7 +175,7 @@ class Agent:
 
     def _put(self, number: int, key: str, value: bytes) -> None:
         if not key.startswith(_OF_THIS_HOST):
-            self._writer.send("put", round=number, key=key, value=packed(value))
+            self._writer.send("put", round=number, key=key, value=self._readers.divide(key, value))
 
 
 def main(hello: Mapping[str, Any] | None = None) -> int:

@@ -6,9 +6,10 @@ import subprocess
 import threading
 import zlib
 from base64 import b64decode, b64encode
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -114,38 +115,73 @@ class AgentLink:
 
 
 class Relay:
-    """Relays values between the stores of all hosts, in the driver: each value goes to all hosts, packed as received.
+    """Relays values between the stores of all hosts, in the driver, packed as received.
 
     Each rank of Gloo puts 136 bytes for each other rank, and reads the values of all others twice. So each host
-    receives each value once, packed, and serves its own ranks from its copy. `send` is called with type and facts of a
-    message for every host.
+    receives once what its ranks use of a value (see `Readers`), and serves them from its copy. `send` is called with
+    type and facts of a message for every host, `send_to` with a host before these.
     """
 
-    def __init__(self, send: Callable[..., None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[..., None], send_to: Callable[..., None]) -> None:
+        self._send, self._send_to = send, send_to
         self._round = 0
-        self._put: dict[str, str] = {}
-        self._put_bytes = 0
+        self._put: dict[str, dict[str, str]] = {}  # by host
+        self._put_bytes: Counter[str] = Counter()
 
     def open(self, number: int, keys: Mapping[str, str]) -> None:
         """Begin a round with `keys`, as text. Number 0: no round; requests are refused."""
-        self._round, self._put, self._put_bytes = number, {}, 0
+        self._round, self._put, self._put_bytes = number, {}, Counter()
         self._send("open", round=number, keys=dict(keys))
 
-    def put(self, number: int, key: str, value: str) -> None:
-        """Queue a value until `flush`: many values share a message, as a thousand ranks put at once."""
-        if number != self._round:
-            return
-        self._put[key] = value
-        self._put_bytes += len(value)
-        if self._put_bytes >= _MESSAGE_BYTES:
-            self.flush()
+    def put(self, number: int, key: str, value: Mapping[str, str]) -> None:
+        """Queue what each host gets of a value until `flush`: a thousand ranks put at once. All hosts are ""."""
+        for host, text in value.items() if number == self._round else ():
+            self._put.setdefault(host, {})[key] = text
+            self._put_bytes[host] += len(text)
+            if self._put_bytes[host] >= _MESSAGE_BYTES:
+                self._flush(host)
 
     def flush(self) -> None:
         """Send the queued values."""
-        if self._put:
-            self._send("keys", round=self._round, keys=self._put)
-        self._put, self._put_bytes = {}, 0
+        for host in list(self._put):
+            self._flush(host)
+
+    def _flush(self, host: str) -> None:
+        send = partial(self._send_to, host) if host else self._send
+        send("keys", round=self._round, keys=self._put.pop(host))
+        del self._put_bytes[host]
+
+
+class Readers:
+    """The ranks of a round by host, and which part of a value each host needs.
+
+    For each communicator, a rank of Gloo puts one value with as many bytes for each other rank, and reads of the values
+    of others only the bytes for itself (gloo/rendezvous/context.cc). `keys`: those of a round, as `Relay.open` gets
+    them, with rank, size, and those within the host and between hosts.
+    """
+
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._ranks: dict[str, dict[str, list[int]]] = {}  # by the scope of a communicator and the host
+        for key, value in keys.items():
+            scope, _, place = key.partition("/")
+            if scope == "rank_and_size":
+                rank, _, local_rank, _, cross_rank, _ = map(int, value.split(","))
+                for scope, number in (("global", rank), (f"cross_{local_rank}", cross_rank)):
+                    self._ranks.setdefault(scope, {}).setdefault(place.rpartition(":")[0], []).append(number)
+
+    def divide(self, key: str, value: bytes) -> dict[str, str]:
+        """Return what each host gets of a value, packed; "" is for all of them."""
+        scope, _, own = key.partition("/")
+        by_host = self._ranks.get(scope, {})
+        others = sum(map(len, by_host.values())) - 1
+        if not own.isdigit() or others < 1 or not value or len(value) % others:
+            return {"": packed(value)}
+        width, found = len(value) // others, {}
+        for host, ranks in by_host.items():
+            if slots := [rank - (rank > int(own)) for rank in ranks if rank != int(own)]:
+                part = b"".join(value[slot * width : (slot + 1) * width] for slot in slots)
+                found[host] = f"{len(value)}:{width}:{','.join(map(str, slots))}:{packed(part)}"
+        return found
 
 
 def packed(value: bytes) -> str:
@@ -154,5 +190,13 @@ def packed(value: bytes) -> str:
 
 
 def unpacked(text: str) -> bytes:
-    """Return the original value, truncated to the largest allowed."""
-    return zlib.decompressobj().decompress(b64decode(text), MOST_BYTES)
+    """Return the original value, truncated to the largest allowed; of a divided one, zeros where other hosts read."""
+    *place, content = text.split(":")
+    value = zlib.decompressobj().decompress(b64decode(content), MOST_BYTES)
+    if not place:
+        return value
+    size, width = (min(int(number), MOST_BYTES) for number in place[:2])
+    whole = bytearray(size)
+    for index, slot in enumerate(map(int, place[2].split(","))):
+        whole[slot * width : (slot + 1) * width] = value[index * width : (index + 1) * width]
+    return bytes(whole)

@@ -41,7 +41,7 @@ class Driver:
         self._members = Membership(plan.limits, plan.local, time.monotonic())
         self._links: dict[str, AgentLink] = {}
         self._old: list[AgentLink] = []
-        self._relay = Relay(self._send_all)
+        self._relay = Relay(self._send_all, self._send)
         self._log = EventLog(plan.events)
         self._ranks: dict[int, int] = {}
         self._code: int | None = None

@@ -31,6 +31,9 @@ MOST_KEYS = 1 << 18
 
 Put = Callable[[int, str, bytes], None]
 
+Value = bytes | Callable[[], bytes]
+"""A value, or what returns it for each request: those of a thousand ranks take memory only for as long."""
+
 MOST_STRANGERS = 128
 STRANGER_S = 5.0
 """Time from the connection to the end of the request's head, without the token."""
@@ -53,17 +56,17 @@ class RoundStore:
 
     def __init__(self) -> None:
         self._round = 0
-        self._keys: dict[str, bytes] = {}
+        self._keys: dict[str, Value] = {}
         self._wanted: dict[str, asyncio.Event] = {}
 
-    def open(self, number: int, keys: Mapping[str, bytes]) -> None:
+    def open(self, number: int, keys: Mapping[str, Value]) -> None:
         """Begin a round with `keys`; refuse waiting requests of the round before. Number 0: no round."""
         wanted, self._wanted = self._wanted, {}
         self._round, self._keys = number, dict(keys)
         for event in wanted.values():
             event.set()
 
-    def put(self, number: int, key: str, value: bytes) -> bool:
+    def put(self, number: int, key: str, value: Value) -> bool:
         """Store a value and answer the requests that wait for it; return whether it was stored."""
         if not number or number != self._round or len(self._keys) >= MOST_KEYS:
             return False
@@ -79,7 +82,8 @@ class RoundStore:
                 await asyncio.wait_for(self._wanted.setdefault(key, asyncio.Event()).wait(), wait_s)
         if not number or number != self._round:
             return GONE, b""
-        return (FOUND, self._keys[key]) if key in self._keys else (ABSENT, b"")
+        found = self._keys.get(key)
+        return (ABSENT, b"") if found is None else (FOUND, found if isinstance(found, bytes) else found())
 
 
 class Rendezvous:
@@ -115,7 +119,7 @@ class Rendezvous:
         """Begin a round with `keys`; drop those of the round before. Number 0: no round."""
         self._loop.call_soon_threadsafe(self._store.open, number, keys)
 
-    def add(self, number: int, keys: Mapping[str, bytes]) -> None:
+    def add(self, number: int, keys: Mapping[str, Value]) -> None:
         """Store values from ranks of other hosts."""
         self._loop.call_soon_threadsafe(lambda: [self._store.put(number, key, value) for key, value in keys.items()])
 

@@ -20,7 +20,7 @@ from hvdtrain.plan.gradients import Gradient, finished
 from hvdtrain.plan.plan import Plan, Ranks
 
 if TYPE_CHECKING:
-    from hvdtrain.data.workers import Workers
+    from hvdtrain.data.order import Workers
 
 DDP_MIB = 25.0
 """torch's default."""
@@ -202,7 +202,7 @@ def bucket_limit(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks, compre
 
 def workers_of(outer: OuterPlan, ranks: int) -> Workers:
     """Return the workers of a plan."""
-    from hvdtrain.data.workers import Workers  # which imports numpy
+    from hvdtrain.data.order import Workers  # which imports numpy
 
     return Workers(outer.workers, ranks, outer.shares)
 

@@ -119,7 +119,7 @@ class Plan:
 
     def groups(self, size: int) -> list[list[int]]:
         """Return the ranks of each group of `size` that exchanges apart. Errors: ConfigError: they cannot form them."""
-        from hvdtrain.data.workers import Workers  # which imports numpy
+        from hvdtrain.data.order import Workers  # which imports numpy
 
         count = self.outer.workers if self.outer else None
         workers = Workers(count, size).groups() if count is not None else []

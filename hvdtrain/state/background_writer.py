@@ -19,8 +19,8 @@ from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.state.pieces import StateDict
 from hvdtrain.state.shard_files import MIN_BYTES, Abandoned, ShardedWrite, count_writers, is_folder_shared, select_shard
 from hvdtrain.state.snapshot import Snapshot
-from hvdtrain.state.sync import gather_pieces
 from hvdtrain.state.tensor_file import check_dtypes
+from hvdtrain.state.transfer import gather_pieces
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 600.0
 """Delay of the retry after the first failed save, and the limit up to which it doubles."""

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from hvdtrain.comm.base import Comm
-from hvdtrain.comm.objects import allgather_json
+from hvdtrain.comm.objects import allgather_json, alltoall_json
 from hvdtrain.errors import LostStateError
-from hvdtrain.state.pieces import DTYPES, Piece, PieceKey, Place, StateDict
-from hvdtrain.state.sync import assemble_pieces, broadcast_state
+from hvdtrain.state.pieces import DTYPES, Piece, Place, StateDict
+from hvdtrain.state.sync import broadcast_state
 from hvdtrain.state.train_state import TrainState
-
-_CHUNK_BYTES = 16 << 20  # bytes that a rank sends at a time
-
-_ALIGNMENT = 64
+from hvdtrain.state.transfer import fetch, send_packed
 
 Offer = tuple[int, str, int, list[int]]
-"""What a rank has of a commit: its step and identity, the number of all pieces, and the indices of those it has."""
+"""What a rank has of a commit: its step, identity, number of ranks, and ranks: it has their pieces."""
 
 
 def choose_buddies(hosts: Sequence[str], leaving: Sequence[bool]) -> list[int | None]:
@@ -55,8 +49,9 @@ class Copies:
     """What a rank has of the pieces of a commit, besides its own."""
 
     identity: str  # of the commit, equal on all ranks
-    every: list[PieceKey]  # keys of the pieces of all ranks, equal on all ranks
-    pieces: list[Piece]  # of the ranks that this rank is the buddy of
+    rank: int  # this one then
+    size: int  # number of ranks then
+    pieces: dict[int, list[Piece]]  # of the ranks that this rank is the buddy of, and of those that have none
 
 
 class Buddies:
@@ -74,70 +69,27 @@ class Buddies:
     def copy(self, state: StateDict) -> Copies:
         """Send this rank's pieces to its buddy, and return what others have sent. Collective: yes."""
         own = state.pieces(state.pieces_of(self._comm.rank))
-        facts = [secrets.token_hex(8), self._host, self._is_leaving(), [piece.spec() for piece in own]]
-        everyone = allgather_json(self._comm, facts, name="commit/pieces")
-        identities, hosts, leaving, specs = zip(*everyone, strict=True)
-        every = [(group, name, tuple(offset)) for rank in specs for group, name, _, _, _, offset in rank]
-        return Copies(identities[0], every, self._send(own, choose_buddies(hosts, leaving), specs))
+        facts = [secrets.token_hex(8), self._host, self._is_leaving(), bool(own)]
+        identities, hosts, leaving, some = zip(*allgather_json(self._comm, facts, name="commit/facts"), strict=True)
+        pieces = self._send(own, choose_buddies(hosts, leaving))
+        pieces |= {rank: [] for rank, has_some in enumerate(some) if not has_some}
+        return Copies(identities[0], self._comm.rank, self._comm.size, pieces)
 
     def agree(self) -> None:
         """Return once all ranks have their copies. Collective: yes."""
         self._comm.allreduce(torch.zeros(1), name="commit/agreed").wait()
 
-    def _send(self, own: list[Piece], buddies: list[int | None], specs: Sequence[list[Any]]) -> list[Piece]:
+    def _send(self, own: list[Piece], buddies: list[int | None]) -> dict[int, list[Piece]]:
         comm = self._comm
-        totals = [
-            sum(padded(_nbytes(spec)) for spec in rank) if buddy is not None else 0
-            for rank, buddy in zip(specs, buddies, strict=True)
-        ]
-        senders = [rank for rank, buddy in enumerate(buddies) if buddy == comm.rank]
-        received = {rank: torch.empty(totals[rank], dtype=torch.uint8) for rank in senders}
-        chunks = _chunks([piece.tensor for piece in own] if buddies[comm.rank] is not None else [])
-        for begin in range(0, max(totals), _CHUNK_BYTES):
-            chunk = next(chunks, torch.empty(0, dtype=torch.uint8))
-            rows = [len(chunk) if rank == buddies[comm.rank] else 0 for rank in range(comm.size)]
-            found = comm.alltoall(chunk, name="commit/copies", rows=rows).wait()
-            for rank in senders:
-                length = min(_CHUNK_BYTES, max(0, totals[rank] - begin))
-                received[rank][begin : begin + length] = found[:length]
-                found = found[length:]
-            self._progress()
-        return [piece for rank in senders for piece in _unpack(received[rank], specs[rank], rank)]
-
-
-def _nbytes(spec: list[Any]) -> int:
-    shape: list[int] = spec[2]
-    return math.prod(shape) * DTYPES[spec[3]].itemsize
-
-
-def padded(nbytes: int) -> int:
-    """Return the bytes that a tensor takes in a buffer of several."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _chunks(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Yield the padded bytes of the tensors, in chunks on the CPU."""
-    parts: list[Tensor] = []
-    length = 0
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        for part in (flat, torch.zeros(padded(len(flat)) - len(flat), dtype=torch.uint8)):
-            while len(part):
-                parts.append(part[: _CHUNK_BYTES - length])
-                length, part = length + len(parts[-1]), part[len(parts[-1]) :]
-                if length == _CHUNK_BYTES:
-                    yield torch.cat(parts)
-                    parts, length = [], 0
-    if parts:
-        yield torch.cat(parts)
-
-
-def _unpack(buffer: Tensor, specs: list[Any], rank: int) -> Iterator[Piece]:
-    for spec in specs:
-        group, name, shape, dtype, whole, offset = spec
-        tensor = buffer[: _nbytes(spec)].view(DTYPES[dtype]).reshape(shape)
-        yield Piece(group, name, tensor, Place(tuple(whole), tuple(offset), (rank,)))
-        buffer = buffer[padded(_nbytes(spec)) :]
+        given = [own if rank == buddies[comm.rank] else [] for rank in range(comm.size)]
+        specs = alltoall_json(comm, [[piece.spec() for piece in pieces] for pieces in given], name="commit/pieces")
+        kinds = [[(shape, DTYPES[dtype]) for _, _, shape, dtype, _, _ in of_rank] for of_rank in specs]
+        outgoing = [[piece.tensor for piece in pieces] for pieces in given]
+        found: dict[int, list[Piece]] = {rank: [] for rank, buddy in enumerate(buddies) if buddy == comm.rank}
+        for rank, tensors in enumerate(send_packed(outgoing, kinds, comm, self._progress, name="commit/copies")):
+            for (group, name, _, _, whole, offset), tensor in zip(specs[rank], tensors, strict=True):
+                found[rank].append(Piece(group, name, tensor, Place(tuple(whole), tuple(offset), (rank,))))
+        return found
 
 
 @dataclass(frozen=True)
@@ -148,15 +100,13 @@ class HeldCommit:
     state: StateDict  # of this rank
     copies: Copies  # of other ranks
 
-    def pieces(self) -> dict[PieceKey, Piece]:
-        """Return all pieces in this rank's memory."""
-        return {piece.key: piece for piece in (*self.copies.pieces, *self.state.pieces()) if not piece.is_nothing}
-
     def offer(self) -> Offer:
         """Return what this rank can contribute."""
-        held = self.pieces()
-        indices = [index for index, key in enumerate(self.copies.every) if key in held]
-        return self.step, self.copies.identity, len(self.copies.every), indices
+        return self.step, self.copies.identity, self.copies.size, [self.copies.rank, *self.copies.pieces]
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """Return the pieces of a rank of the commit's round, which are in this rank's memory."""
+        return self.state.pieces(self.state.pieces_of(rank)) if rank == self.copies.rank else self.copies.pieces[rank]
 
 
 @dataclass(frozen=True)
@@ -166,7 +116,7 @@ class Choice:
     step: int  # optimizer steps done
     identity: str  # of the commit
     root: int  # the lowest rank that has it
-    holders: list[int]  # the lowest rank that has the piece, for each piece
+    holders: list[int]  # the lowest rank that has its pieces, for each rank of the commit's round
 
 
 def choose_commit(offers: Sequence[Sequence[Offer]]) -> Choice | None:
@@ -176,14 +126,14 @@ def choose_commit(offers: Sequence[Sequence[Offer]]) -> Choice | None:
     """
     found: dict[tuple[int, str], tuple[int, int, dict[int, int]]] = {}
     for rank, own in enumerate(offers):
-        for step, identity, count, indices in own:
+        for step, identity, count, ranks in own:
             _, _, holders = found.setdefault((step, identity), (rank, count, {}))
-            for index in indices:
-                holders.setdefault(index, rank)
+            for each in ranks:
+                holders.setdefault(each, rank)
     for step, identity in sorted(found, reverse=True):
         root, count, holders = found[step, identity]
         if len(holders) == count:
-            return Choice(step, identity, root, [holders[index] for index in range(count)])
+            return Choice(step, identity, root, [holders[each] for each in range(count)])
     return None
 
 
@@ -192,7 +142,7 @@ def pool_state(
 ) -> Choice:
     """Load the newest whole commit into the state of every rank; return which one it is. Collective: yes.
 
-    `commits`: what this rank has. All pieces pass through the memory of one rank, as in a resume from a checkpoint.
+    `commits`: what this rank has. Each rank gets only the pieces that it needs, from the ranks that have them.
 
     Errors: LostStateError: there is none.
     """
@@ -208,14 +158,16 @@ def pool_state(
             " hvdtrain launch --restarts N does so by itself",
         )
     mine = next((commit for commit in commits if commit.copies.identity == choice.identity), None)
-    own: list[Piece] = []
-    if mine is not None:
-        held = mine.pieces()
-        keys = [key for key, rank in zip(mine.copies.every, choice.holders, strict=True) if rank == comm.rank]
-        own = [held[key] for key in keys]
-    whole = assemble_pieces(mine.state if mine is not None else StateDict({}, {}), own, comm, choice.root)
-    source = whole if comm.rank == choice.root else None
-    if source is not None:
+    sent = [rank for rank, holder in enumerate(choice.holders) if holder == comm.rank]
+    own = [piece for rank in sent for piece in mine.pieces_of(rank)] if mine is not None else []
+    parts = fetch(own, state.held_part, comm, progress)
+    source = None
+    if mine is not None and comm.rank == choice.root:
+        tensors = {group: {**entries} for group, entries in mine.state.replicated().tensors.items()}
+        for (group, name), part in parts.items():
+            if part is not None:
+                tensors.setdefault(group, {})[name] = part
+        source = StateDict(tensors, mine.state.values)
         state.load_state_dict(source)
-    broadcast_state(state, comm, progress, root=choice.root, source=source)
+    broadcast_state(state, comm, progress, root=choice.root, source=source, parts=parts)
     return choice

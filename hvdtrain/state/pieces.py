@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import EllipsisType
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from hvdtrain.state.stored_file import StoredTensor
 
 Key = tuple[str, str]  # the group and the name of a tensor
+Part = tuple[slice, ...] | EllipsisType  # of a whole tensor; an ellipsis for all of it
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
@@ -30,9 +32,13 @@ class Place:
     offset: tuple[int, ...]  # of the piece's first element, for each dimension
     ranks: tuple[int, ...]  # ranks that hold equal copies of the piece, ascending
 
+    def part(self, size: Iterable[int]) -> Part:
+        """Return which part of the whole tensor the piece is, if its shape is `size`."""
+        return tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))
+
     def cut(self, whole: Tensor | Whole, size: Iterable[int]) -> Tensor:
         """Return the view of the piece, of shape `size`, in the whole tensor."""
-        return whole[tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))]
+        return whole[self.part(size)]
 
 
 PieceKey = tuple[str, str, tuple[int, ...]]  # group, name and offset of a piece
@@ -125,22 +131,32 @@ class Whole:
         self.pieces = pieces
         self.shape, self.dtype = pieces[0][0].shape, pieces[0][1].dtype
 
-    def __getitem__(self, box: Any) -> Tensor:
-        """Return a part, of a slice for each dimension, or all for an ellipsis."""
+    def __getitem__(self, part: Part) -> Tensor:
+        """Return a part."""
         place, piece = self.pieces[0]
         if tuple(piece.shape) == place.shape:
-            return piece[box]
-        ends = [range(n) for n in self.shape]
-        wanted = ends if box is ... else [end[part] for end, part in zip(ends, box, strict=True)]
+            return piece[part]
+        wanted = box_of(self.shape, part)
         made = torch.empty([len(each) for each in wanted], dtype=self.dtype)
         for place, piece in self.pieces:
-            held = [range(begin, begin + n) for begin, n in zip(place.offset, piece.shape, strict=True)]
-            common = [range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(wanted, held, strict=True)]
+            common = overlap(wanted, place.offset, piece.shape)
             if all(common):
                 to = tuple(slice(c.start - a.start, c.stop - a.start) for c, a in zip(common, wanted, strict=True))
-                source = tuple(slice(c.start - b.start, c.stop - b.start) for c, b in zip(common, held, strict=True))
+                source = tuple(slice(c.start - b, c.stop - b) for c, b in zip(common, place.offset, strict=True))
                 made[to].copy_(piece[source])
         return made
+
+
+def box_of(shape: Iterable[int], part: Part) -> list[range]:
+    """Return a part of a tensor as a range for each dimension."""
+    ends = [range(n) for n in shape]
+    return ends if part is ... else [end[each] for end, each in zip(ends, part, strict=True)]
+
+
+def overlap(box: Iterable[range], offset: Iterable[int], size: Iterable[int]) -> list[range]:
+    """Return which part of a box a piece at `offset` has; a range is empty if it has none."""
+    held = (range(begin, begin + n) for begin, n in zip(offset, size, strict=True))
+    return [range(b := max(x.start, y.start), max(b, min(x.stop, y.stop))) for x, y in zip(box, held, strict=True)]
 
 
 class Assembly(Mapping[str, Tensor]):

@@ -85,9 +85,9 @@ def _read(
             for group, tensors in named_like(stored, state.model.state_dict()).tensors.items():
                 for name in tensors:
                     whole = lazily(tensors, name)
-                    kept = state.cut(group, name, whole)
-                    if kept is not whole:
-                        found[group, name] = None if kept is None else kept[...]
+                    part = state.held_part(group, name, whole.shape)
+                    if part is not ...:
+                        found[group, name] = None if part is None else whole[part]
                     elif not comm.rank:
                         whole[...]
                     progress()

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hvdtrain.state.buddies import Buddies, Copies, HeldCommit, padded
+from hvdtrain.state.buddies import Buddies, Copies, HeldCommit
 from hvdtrain.state.pieces import Key, Place, StateDict
 from hvdtrain.state.train_state import TrainState
+from hvdtrain.state.transfer import padded
 
 MAX_COST = 0.01  # largest fraction of the time to spend on commits
 

@@ -6,7 +6,7 @@
     checkpoints/step-000100/manifest.json     written last: with it, the checkpoint is complete
     checkpoints/step-000200/set-aside.json    the manifest of a checkpoint that is obsolete
     journal.jsonl  config.yaml  ledger/*  ... as they were at the newest copy
-    .lease/                                   see `store_lease`
+    .lease/                                   see `training.start.store_target`
 """
 
 from __future__ import annotations

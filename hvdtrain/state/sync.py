@@ -1,4 +1,4 @@
-"""Broadcast the state of one rank to all ranks, and gather the pieces of all ranks on rank 0."""
+"""Broadcast the state of one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.comm.objects import allgather_json, broadcast_json, on_rank_0
 from hvdtrain.comm.solo import Finished
 from hvdtrain.errors import LaunchError
 from hvdtrain.state.divided import is_divided
-from hvdtrain.state.pieces import DTYPES, Assembly, Key, Piece, StateDict, specs
+from hvdtrain.state.pieces import DTYPES, Key, StateDict, specs
 from hvdtrain.state.placeholder import Placeholder
 from hvdtrain.state.train_state import NUMBERS, TrainState
 
@@ -81,17 +81,17 @@ def broadcast_state(
         needed = torch.tensor([int(not is_root and key not in parts) for key in keys], dtype=torch.int32)
         counts = comm.allreduce(needed, name="state/needed").wait().tolist()
         keys = [key for key, count in zip(keys, counts, strict=True) if count]
-        for (group, name), part in parts.items():
-            if part is not None and (group, name) not in keys:
-                received.setdefault(group, {})[name] = part
+        for (group, name), own_part in parts.items():
+            if own_part is not None and (group, name) not in keys:
+                received.setdefault(group, {})[name] = own_part
     named = (
         (f"state/{g}/{n}", own_state.tensors[g][n].detach() if is_root else empty(*spec["tensors"][g][n]))
         for g, n in keys
     )
     for (group, name), tensor in zip(keys, broadcast_all(named, comm, root), strict=True):
         progress()
-        if not is_root and (kept := state.cut(group, name, tensor)) is not None:
-            received[group][name] = kept
+        if not is_root and (part := state.held_part(group, name, tensor.shape)) is not None:
+            received[group][name] = tensor if part is ... else tensor[part].clone()
     if not is_root:
         # An optimizer may have made state before the first step, as Adagrad does.
         groups = {"model"} if spec["is_loaded"] else {"model", "optimizer", NUMBERS}
@@ -176,34 +176,6 @@ def _read(parameter: nn.Parameter, comm: Comm, name: str) -> Tensor:
 
     on_rank_0(comm, read, name=f"parameters/{name}/read")
     return tensor
-
-
-def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
-    """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes."""
-    return assemble_pieces(state, state.pieces(state.pieces_of(comm.rank)), comm)
-
-
-def assemble_pieces(state: StateDict, own: Sequence[Piece], comm: Comm, root: int = 0) -> StateDict:
-    """Return the state with whole tensors on rank `root`, and its replicated tensors on others. Collective: yes.
-
-    `own` are the pieces that this rank contributes; together, those of all ranks are whole tensors. All of them pass
-    through the memory of all ranks, one after the other.
-    """
-    whole: dict[str, Assembly] = {}
-    for rank, pieces in enumerate(allgather_json(comm, [piece.spec() for piece in own], name="state/pieces")):
-        for number, (group, name, shape, dtype, whole_shape, offset) in enumerate(pieces):
-            mine = comm.rank == rank
-            tensor = own[number].tensor.detach() if mine else empty(shape, dtype)
-            tensor, handle = _broadcast(tensor, comm, f"state/piece/{group}/{name}", rank)
-            handle.wait()
-            if comm.rank == root:
-                whole.setdefault(group, Assembly()).add(name, tensor, whole_shape, offset)
-    tensors: dict[str, Mapping[str, Tensor]] = dict(state.replicated().tensors)
-    for group, assembly in whole.items():
-        assembly.check()
-        others = tensors.get(group)
-        tensors[group] = {**others, **assembly} if others else assembly
-    return StateDict(tensors, state.values)
 
 
 def _whole_model(state: StateDict) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from hvdtrain.state.exchange_state import Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
-from hvdtrain.state.pieces import Key, Place, StateDict, W, Whole, lazily, named_like, specs
+from hvdtrain.state.pieces import Key, Part, Place, StateDict, Whole, lazily, named_like, specs
 
 NUMBERS = "optimizer_values"  # the group of plain numbers in the state of a divided optimizer
 _SPARSE = ".sparse"
@@ -151,19 +151,18 @@ class TrainState:
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
         return {name: take_rows(lazily(stored, source), own.get(name)) for name, source in names.items()}, not left_out
 
-    def cut(self, group: str, name: str, whole: W) -> Tensor | W | None:
-        """Return a copy of what this rank holds of a whole tensor; the tensor itself if that is all."""
+    def held_part(self, group: str, name: str, shape: Sequence[int]) -> Part | None:
+        """Return which part of a whole tensor of some shape this rank holds; None for nothing."""
         own_name = name if group == "model" else name.partition("/")[2] if group == EXTRAS else ""
         if own_name and (parameter := self._parameter(own_name)) is not None and is_divided(parameter):
-            return place_of(parameter).cut(whole, local(parameter).shape).clone()
+            return place_of(parameter).part(local(parameter).shape)
         if group == "exchange" and self.exchange is not None and not self.exchange.keeps(name):
             return None
         if group not in ("optimizer", NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
-            return whole
+            return ...
         if own.parameter is None:
             return None
-        kept = own.cut(whole)
-        return whole if kept is whole else kept[...].clone()
+        return own.place.part(own.parameter.shape) if own.place and own.place.shape == tuple(shape) else ...
 
     def optimized(self) -> Set[str]:
         """Return the names of the parameters that the optimizers of all ranks update."""

@@ -21,9 +21,9 @@ from hvdtrain.state.frozen import FROZEN, find_frozen
 from hvdtrain.state.placeholder import Placeholder, models_read_later
 from hvdtrain.task.base import import_library
 from hvdtrain.task.lora import add_adapters, merge_adapters, parse_lora
-from hvdtrain.task.model_config import ModelConfig, preset_config
 from hvdtrain.task.multi_token import OPTION, is_mtp_weight, is_supported, set_count, stored_count, with_mtp_layers
 from hvdtrain.task.saved_model import SavedModel, files_of, find_model, is_of_other_trainer, model_to_read
+from hvdtrain.task.text_config import ModelConfig, preset_config
 
 _LARGEST_PRESET_VOCABULARY = 1 << 20
 _DROPOUT_NAMES = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")

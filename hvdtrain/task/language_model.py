@@ -8,8 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.task.base import Loss, Metrics, SequencePart, Task
-from hvdtrain.task.model_config import ModelConfig
-from hvdtrain.task.text_config import TextConfig
+from hvdtrain.task.text_config import ModelConfig, TextConfig
 
 if TYPE_CHECKING:
     import torch

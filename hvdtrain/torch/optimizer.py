@@ -19,9 +19,9 @@ from hvdtrain.comm.horovod import HorovodComm, hvd, session  # noqa: E402
 from hvdtrain.comm.solo import SoloComm  # noqa: E402
 from hvdtrain.engine.own_optimizer import SHARDS, divide_optimizer  # noqa: E402
 from hvdtrain.errors import ConfigError  # noqa: E402
+from hvdtrain.exchange.buckets import prepare_exchange, resolve_compression  # noqa: E402
 from hvdtrain.exchange.optimizer import exchanging, fresh_name, refuse_second  # noqa: E402
 from hvdtrain.exchange.own_loop import Exchange  # noqa: E402
-from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression  # noqa: E402
 from hvdtrain.exchange.reducer import Reducer  # noqa: E402
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from hvdtrain.observe.past_journal import read_events, read_steps
 from hvdtrain.plan.plan import BITS
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.training.loop.hashes import MOST_PASSES
+from hvdtrain.training.diagnostics.drift import MOST_PASSES
 from hvdtrain.verify.epochs import order_of
 from hvdtrain.verify.resume import read_config, run_logged
 from hvdtrain.verify.starts import find_windows, read_starts

@@ -85,20 +85,20 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(name: str) -> None:
     assert f"{LEARNING_RATES[name]} for {name}" in " ".join(str(OptimizerConfig.__doc__).split())
 
 
-@pytest.mark.parametrize("ours", spelling.ELSEWHERE)
+@pytest.mark.parametrize("ours", spelling.elsewhere()["names"])
 def test_options_of_other_trainers_are_answered_with_ours(ours: str) -> None:
     """A key of a file, too. The option exists, and takes the value."""
     name, _, value = ours.partition(" ")
     if value:
         parse_argv([name, value], language_model)
-    other = spelling.ELSEWHERE[ours].split()[-1].replace("_", "-")
+    other = spelling.elsewhere()["names"][ours][-1].replace("_", "-")
     with pytest.raises(ConfigError) as caught:
         parse_argv([f"--{other}=1"], language_model)
     assert (caught.value.next_step or "").startswith(f"did you mean {ours}?")
 
 
 def test_options_of_other_trainers_mean_one_of_ours() -> None:
-    names = [name for theirs in spelling.ELSEWHERE.values() for name in theirs.split()]
+    names = [name for theirs in spelling.elsewhere()["names"].values() for name in theirs]
     assert len(names) == len(set(names))
     for read, wanted in (
         (lambda: parse_object({"lr": 0.1}, build), "did you mean --optimizer.lr?"),

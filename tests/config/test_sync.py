@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.config.parse import parse_argv
 from hvdtrain.config.sync import OuterPlan, apportion, outer_plan, parse_sync
-from hvdtrain.data.workers import Workers
+from hvdtrain.data.order import Workers
 from hvdtrain.engine.outer import divide
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.refusals import resolve

@@ -10,7 +10,7 @@ from hvdtrain.doctor.checks import examine
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.installation import Installation, MpiFacts
 from hvdtrain.doctor.facts.machine import GpuFacts, Interface, Limits, Machine, Network, RdmaPort
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.report import Finding
 from hvdtrain.install.record import BuildRecord
 from hvdtrain.install.versions import MpiBuild, TorchBuild
 from hvdtrain.programs import Answer

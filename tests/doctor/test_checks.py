@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.doctor.checks import CHECKS, examine
 from hvdtrain.doctor.facts.installation import LinkedLibrary
-from hvdtrain.doctor.finding import worst
+from hvdtrain.doctor.report import worst
 from hvdtrain.errors import LaunchError
 from hvdtrain.programs import Answer
 from hvdtrain.runtime.channel import VARIABLE as CHANNEL

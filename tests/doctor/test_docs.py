@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.checks import CHECKS
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.report import Finding
 
 TEXT = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)`( \*)? \|", TEXT, re.M))

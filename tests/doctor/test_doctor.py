@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.cli import doctor
 from hvdtrain.doctor import report
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.report import Finding
 from hvdtrain.programs import ask
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.rules import Setting

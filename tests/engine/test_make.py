@@ -18,8 +18,8 @@ from hvdtrain.config.sync import OuterPlan
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.one_rank import OneRank
 from hvdtrain.engine.periodic import make_periodic
-from hvdtrain.exchange import preparation
-from hvdtrain.exchange.preparation import prepare_exchange, resolve_compression
+from hvdtrain.exchange import buckets
+from hvdtrain.exchange.buckets import prepare_exchange, resolve_compression
 from tests.support.thread_comm import Hub, ThreadComm
 
 MIB = 1 << 20
@@ -41,10 +41,10 @@ def test_buckets_and_priority(
     compression: str, per_host: int, mib: int, gives_way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(preparation, "lower_own_priority", asked.append)
+    monkeypatch.setattr(buckets, "lower_own_priority", asked.append)
     comm = ThreadComm(Hub(2), 0)
     comm.local_size = per_host
-    variables = {preparation.NICE: "7"}
+    variables = {buckets.NICE: "7"}
     assert prepare_exchange(parse(compression), comm, variables) == mib * MIB
     assert prepare_exchange(parse(compression), comm, variables, bucket_mib=0.5) == MIB / 2
     assert asked == ["7", "7"] * gives_way, "whatever their size"

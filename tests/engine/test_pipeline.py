@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.comm.solo import ImaginedComm, imagined_ranks
 from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.schedule import PipelineSchedule, with_stages
@@ -38,7 +38,7 @@ from hvdtrain.state.divided import (
     shares,
     take_rows,
 )
-from hvdtrain.task.model_config import preset_config
+from hvdtrain.task.text_config import preset_config
 
 PP2, CPU = Dimensions(pp=2), torch.device("cpu")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.comm.solo import ImaginedComm, imagined_ranks
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.schedule import with_stages
 from hvdtrain.errors import ConfigError, TaskError

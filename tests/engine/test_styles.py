@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.solo import ImaginedComm
 from hvdtrain.engine import fsdp_layout
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.refusals import refuse

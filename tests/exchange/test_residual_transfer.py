@@ -11,8 +11,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.one_rank import OneRank
-from hvdtrain.exchange.active_buckets import DetachedState
-from hvdtrain.exchange.between_copies import BetweenCopies
+from hvdtrain.exchange.active_buckets import BetweenCopies, DetachedState
 from hvdtrain.exchange.optimizer import exchanging
 from hvdtrain.exchange.own_loop import Exchange
 from hvdtrain.exchange.reducer import Reducer

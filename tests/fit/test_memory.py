@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from hvdtrain import Task
 from hvdtrain.cli.fit import main
-from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.comm.solo import ImaginedComm, imagined_ranks
 from hvdtrain.config.parse import RunConfig, parse_argv
 from hvdtrain.errors import ConfigError
-from hvdtrain.fit.fused_attention import FusedAttention
-from hvdtrain.fit.live_bytes import LiveBytes
+from hvdtrain.fit.imagined_tensors import FusedAttention, LiveBytes
 from hvdtrain.fit.memory import Memory, count_bytes, predict_memory
 from hvdtrain.fit.ways import sizes_to_try
 from hvdtrain.plan.plan import plan_of

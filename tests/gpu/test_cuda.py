@@ -15,7 +15,7 @@ import hvdtrain
 from hvdtrain.comm.solo import SoloComm
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.one_rank import OneRank
-from hvdtrain.engine.stage_links import random_state, set_random_state
+from hvdtrain.engine.stages import random_state, set_random_state
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.runtime.host import cores_near, cpu_ranges
 from hvdtrain.spans import DEVICE, Spans

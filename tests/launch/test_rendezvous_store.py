@@ -6,10 +6,11 @@ import asyncio
 import random
 import struct
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.launch.agent_link import Relay, packed, unpacked
+from hvdtrain.launch.agent_link import Readers, Relay, packed, unpacked
 from hvdtrain.launch.rendezvous import ABSENT, FOUND, GONE, MOST_BYTES, RoundStore
 from hvdtrain.runtime import channel as lines
 from tests.support.launch import TIMEOUT_S
@@ -79,16 +80,75 @@ def test_the_addresses_of_a_thousand_ranks_travel_small() -> None:
 def _relay() -> tuple[list[tuple[str, int, dict[str, str]]], Relay]:
     """What a relay has sent, and the relay."""
     sent: list[tuple[str, int, dict[str, str]]] = []
-    return sent, Relay(lambda kind, *, round, keys: sent.append((kind, round, keys)))
+    return sent, Relay(
+        lambda kind, *, round, keys: sent.append((kind, round, keys)),
+        lambda host, kind, *, round, keys: sent.append((f"{kind} {host}", round, keys)),
+    )
+
+
+def _keys(local: list[int]) -> dict[str, str]:
+    """Those of a round with some ranks on each host; ranks take turns on hosts, as after a change of hosts."""
+    places = [(host, number) for number in range(max(local)) for host, count in enumerate(local) if number < count]
+    keys, across = {}, [sum(number < count for count in local) for number in range(max(local))]
+    for rank, (host, number) in enumerate(places):
+        cross_rank = sum(number < count for count in local[:host])
+        facts = (rank, len(places), number, local[host], cross_rank, across[number])
+        keys[f"rank_and_size/h{host}:{number}"] = ",".join(map(str, facts))
+    return keys
+
+
+@pytest.mark.parametrize("local", [[1, 1], [2, 2, 2], [3, 1, 2]])
+def test_a_host_gets_what_its_ranks_read(local: list[int]) -> None:
+    """Of the values of each communicator, which has 136 bytes of a rank for each other rank."""
+    keys = _keys(local)
+    readers, chooser = Readers(keys), random.Random(0)
+    ranks = [(key.partition("/")[2].partition(":")[0], *map(int, value.split(","))) for key, value in keys.items()]
+    for scope, members in [
+        ("global", {rank: host for host, rank, *_ in ranks}),
+        *((f"cross_{n}", {across: host for host, _, _, own, _, across, _ in ranks if own == n}) for n in range(3)),
+    ]:
+        for own in members:
+            value = chooser.randbytes(136 * (len(members) - 1))
+            parts = readers.divide(f"{scope}/{own}", value)
+            if not value:
+                assert parts == {"": packed(b"")}
+                continue
+            assert parts.keys() == {host for rank, host in members.items() if rank != own}
+            for reader, host in members.items():
+                slot = 136 * (reader - (reader > own))
+                found = unpacked(parts[host]) if reader != own else value
+                assert len(found) == len(value)
+                assert found[slot : slot + 136] == value[slot : slot + 136]
+            lengths = [len(part) for part in parts.values()]
+            assert max(lengths) < 2 * 136 * max(local) + 40, "and no more"
+
+
+@pytest.mark.parametrize("key", ["global/rank_1", "local_h0/0", "global_other/0", "cross_7/1"])
+def test_other_values_go_to_all(key: str) -> None:
+    assert Readers(_keys([2, 2])).divide(key, b"h1") == {"": packed(b"h1")}
+    assert Readers(_keys([2, 2])).divide("global/0", b"not a multiple") == {"": packed(b"not a multiple")}
 
 
 class TestRelay:
+    def test_what_is_divided_goes_to_its_host_alone(self) -> None:
+        sent, relay = _relay()
+        relay.open(1, {})
+        relay.put(1, "a", {"h0": "of h0", "h1": "of h1"})
+        relay.put(1, "b", {"h1": "more"})
+        relay.put(1, "c", {"": "for all"})
+        relay.flush()
+        assert sent[1:] == [
+            ("keys h0", 1, {"a": "of h0"}),
+            ("keys h1", 1, {"a": "of h1", "b": "more"}),
+            ("keys", 1, {"c": "for all"}),
+        ]
+
     def test_a_stored_value_goes_to_all_in_one_message(self) -> None:
         sent, relay = _relay()
         relay.open(1, {"rank_and_size/a:0": "0,2"})
         for key in "xyz":
-            relay.put(1, key, f"value of {key}")
-        relay.put(2, "late", "of another round")
+            relay.put(1, key, {"": f"value of {key}"})
+        relay.put(2, "late", {"": "of another round"})
         assert sent == [("open", 1, {"rank_and_size/a:0": "0,2"})]
         relay.flush()
         relay.flush()
@@ -97,10 +157,10 @@ class TestRelay:
     def test_what_waits_when_the_stores_close_is_not_sent(self) -> None:
         sent, relay = _relay()
         relay.open(2, {})
-        relay.put(2, "x", "waits")
+        relay.put(2, "x", {"": "waits"})
         relay.open(0, {})
         relay.flush()
-        relay.put(2, "x", "late")
+        relay.put(2, "x", {"": "late"})
         relay.flush()
         assert sent == [("open", 2, {}), ("open", 0, {})]
 
@@ -108,8 +168,8 @@ class TestRelay:
         sent, relay = _relay()
         relay.open(1, {})
         for number in range(250):
-            relay.put(1, f"small {number}", "x" * 5000)
-        relay.put(1, "largest", packed(random.Random(0).randbytes(MOST_BYTES)))
+            relay.put(1, f"small {number}", {"": "x" * 5000})
+        relay.put(1, "largest", {"": packed(random.Random(0).randbytes(MOST_BYTES))})
         relay.flush()
         lengths = [len(lines.encode_message(kind, {"keys": keys})) for kind, _, keys in sent]
         assert len(lengths) > 2 and max(lengths) < lines.MOST_BYTES
@@ -121,10 +181,10 @@ class TestRelay:
         value = "x" * (1 << 16)
         relay.open(1, {})
         for number in range(15):
-            relay.put(1, f"abandoned {number}", value)
+            relay.put(1, f"abandoned {number}", {"": value})
         relay.open(2, {})
         for number in range(40):
-            relay.put(2, f"key {number}", value)
+            relay.put(2, f"key {number}", {"": value})
         relay.flush()
         opened, other, *messages = sent
         assert (opened[0], other[0]) == ("open", "open")

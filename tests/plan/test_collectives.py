@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.comm.imagined import ImaginedComm
+from hvdtrain.comm.solo import ImaginedComm
 from hvdtrain.compression.coding_probe import answer
 from hvdtrain.compression.table import TABLE, parse
 from hvdtrain.engine.in_all_copies import InAllCopies

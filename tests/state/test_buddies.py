@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hvdtrain.errors import LostStateError
-from hvdtrain.state import buddies as module
+from hvdtrain.state import transfer
 from hvdtrain.state.buddies import Buddies, choose_buddies, choose_commit, pool_state
 from hvdtrain.state.pieces import Place
 from hvdtrain.state.snapshot import Commits
@@ -44,10 +44,11 @@ class Divided:
         size, rank = comm.size, comm.rank
         bounds = [ROWS * number // size for number in range(size + 1)]
         begin, end = bounds[rank], bounds[rank + 1]
-        rows = nn.Parameter(model.weight.detach()[begin:end])
+        owners = tuple(number for number in range(size) if bounds[number] < bounds[number + 1])
+        rows = nn.Parameter(model.weight.detach()[begin:end]) if begin < end else None
         bias = nn.Parameter(model.bias.detach()) if rank == size - 1 else None
         self._owned = {
-            "weight": Owned(rows, Place((ROWS, 5), (begin, 0), (rank,)), tuple(range(size))),
+            "weight": Owned(rows, Place((ROWS, 5), (begin, 0), (rank,)) if rows is not None else None, owners),
             "bias": Owned(bias, Place((ROWS,), (0,), (rank,)) if bias is not None else None, (size - 1,)),
         }
         self.parameters = [own.parameter for own in self._owned.values() if own.parameter is not None]
@@ -71,7 +72,7 @@ class Divided:
 def _state(comm: ThreadComm) -> TrainState:
     model = nn.Linear(5, ROWS)
     exchange: Any = Divided(comm, model)
-    optimizer = torch.optim.Adam(exchange.parameters)
+    optimizer = torch.optim.Adam([{"params": exchange.parameters}])
     return TrainState(model, optimizer, torch.amp.GradScaler(enabled=False), Progress(), exchange)
 
 
@@ -160,7 +161,7 @@ def _pool(all_commits: list[Commits]) -> set[int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_any_rank_may_be_lost(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(transfer, "_WINDOW_BYTES", 100)
     done = _commit_twice(size, set(), 0, after=False)
     assert all(is_done for _, is_done in done)
     for lost in range(size):
@@ -169,10 +170,10 @@ def test_any_rank_may_be_lost(size: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("at", range(10))
 def test_a_commit_that_is_cut_off_leaves_a_whole_one(at: int, after: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 is lost; ranks 0 and 2 may have ended the commit, or not, each by itself."""
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(transfer, "_WINDOW_BYTES", 300)
     for failing in ({1}, {0, 1}, {1, 2}):
         done = _commit_twice(3, failing, at, after)
         steps = _pool([commits for rank, (commits, _) in enumerate(done) if rank != 1])
@@ -196,3 +197,11 @@ def test_the_newest_whole_commit_counts() -> None:
     assert choice is not None and (choice.step, choice.root, choice.holders) == (4, 1, [1, 2])
     both = choose_commit([[(0, "nothing", 0, [])], [(5, "newer", 2, [0, 1]), (4, "older", 1, [0])]])
     assert both is not None and (both.step, both.root) == (5, 1)
+
+
+def test_a_rank_without_pieces_may_be_lost_with_its_buddy() -> None:
+    """Of 14 ranks, two have no rows."""
+    done = _commit_twice(ROWS + 2, set(), 0, after=False)
+    empty = [rank for rank, (commits, _) in enumerate(done) if not commits.held()[0].pieces_of(rank)]
+    assert empty
+    assert _pool([commits for rank, (commits, _) in enumerate(done) if rank not in (empty[0], empty[0] + 1)]) == {2}

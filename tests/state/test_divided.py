@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from hvdtrain.comm.imagined import imagined_ranks
+from hvdtrain.comm.solo import imagined_ranks
 from hvdtrain.state.divided import Cut, OnStages, cuts, name_of_parts, place_of, ranks_with_rows, share_of, shares
 
 RANKS = 8

@@ -13,7 +13,7 @@ from hvdtrain.runtime.tuning import return_freed_memory
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.pieces import Assembly, Place, StateDict, specs
-from hvdtrain.state.sync import gather_pieces
+from hvdtrain.state.transfer import gather_pieces
 from tests.support.thread_comm import ThreadComm, on_ranks
 
 MOMENT = torch.arange(35, dtype=torch.float32).reshape(5, 7)

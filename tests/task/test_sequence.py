@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.imagined import ImaginedComm, imagined_ranks
+from hvdtrain.comm.solo import ImaginedComm, imagined_ranks
 from hvdtrain.engine.make import make_engine
 from hvdtrain.engine.sequence import _exchange, divide_sequences
 from hvdtrain.engine.token_exchange import rows_by_comm

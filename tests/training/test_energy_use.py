@@ -18,8 +18,7 @@ from hvdtrain.observe.monitor import GpuIdentity
 from hvdtrain.plan.plan import plan_of
 from hvdtrain.task.base import Task
 from hvdtrain.training.records import job_facts
-from hvdtrain.training.records.compute import FirstPass
-from hvdtrain.training.records.job_facts import EVERY_S, EnergyUse, gather_facts
+from hvdtrain.training.records.job_facts import EVERY_S, EnergyUse, FirstPass, gather_facts
 from tests.observe.test_energy import FakeCounter, set_zones
 from tests.support.journals import read_events
 from tests.support.thread_comm import ThreadComm, on_ranks

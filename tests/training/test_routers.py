@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.comm.imagined import imagined_ranks
-from hvdtrain.comm.solo import SoloComm
+from hvdtrain.comm.solo import SoloComm, imagined_ranks
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.state.divided import OnStages
 from hvdtrain.training.loop.balance_loss import BalanceLoss, make_balance_loss

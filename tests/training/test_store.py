@@ -18,10 +18,11 @@ from hvdtrain.config.parse import parse_argv
 from hvdtrain.errors import ConfigError, RunDirectoryError, StoreError, UnreachableStoreError
 from hvdtrain.lease import Lease
 from hvdtrain.object_store import StoreFolder
-from hvdtrain.state import store_copier, store_lease
+from hvdtrain.state import store_copier
 from hvdtrain.state.checkpoint_store import Measure
-from hvdtrain.state.store_lease import take_store_lease
 from hvdtrain.state.stored_run import StoredRun
+from hvdtrain.training.start import store_target
+from hvdtrain.training.start.store_target import take_store_lease
 from tests.support.gallery import TOY
 from tests.support.journals import read_events, read_losses
 from tests.support.launch import training
@@ -288,7 +289,7 @@ def test_a_store_without_conditional_writes_is_refused(tmp_path: Path, monkeypat
 
 
 def test_a_job_whose_store_another_one_took_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_lease, "BEAT_S", 0.001)
+    monkeypatch.setattr(store_target, "BEAT_S", 0.001)
     folder = StoreFolder(f"file://{tmp_path}/store", "option")
 
     def take_over() -> None:

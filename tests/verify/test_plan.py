@@ -82,7 +82,7 @@ def test_a_parameter_without_gradient_proves_nothing() -> None:
 def test_a_small_copy_has_the_same_modules_heads_and_experts(preset: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    from hvdtrain.task.model_config import preset_config
+    from hvdtrain.task.text_config import preset_config
 
     whole = preset_config(preset, vocabulary=1000, positions=64)
     small = small_copy(whole, 512)

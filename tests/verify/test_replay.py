@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hvdtrain import Task
 from hvdtrain.cli.replay import main
 from hvdtrain.errors import ConfigError
-from hvdtrain.training.loop.hashes import MOST_PASSES, pass_hashes
+from hvdtrain.training.diagnostics.drift import MOST_PASSES, pass_hashes
 from hvdtrain.verify.replay import find_difference
 from tests.laws.test_laws import UNOBSERVED, record
 from tests.support.stack import STACK

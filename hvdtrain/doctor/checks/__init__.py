@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hvdtrain.doctor.checks import host, installation, mpi, network
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.report import Finding
 
 CHECKS: tuple[Callable[[DoctorFacts], Finding | None], ...] = (
     *(installation.hvdtrain, installation.torch, installation.torch_files, installation.horovod),

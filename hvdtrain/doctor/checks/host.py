@@ -6,7 +6,7 @@ import re
 
 from hvdtrain.doctor.facts import DoctorFacts
 from hvdtrain.doctor.facts.machine import UNLIMITED
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.report import Finding
 from hvdtrain.runtime.environment import NO_LAUNCHER
 from hvdtrain.runtime.host import cpu_ranges
 from hvdtrain.runtime.rules import THREADS, Facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.finding import Finding, Level
+from hvdtrain.doctor.report import Finding, Level
 from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord
 from hvdtrain.runtime.environment import TORCHRUN
 

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.report import Finding
 from hvdtrain.install.record import BUILD_COMMAND
 from hvdtrain.install.versions import ROOT_MAY_RUN, MpiBuild, start_variables
 from hvdtrain.launch.variables import secret_variables

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.finding import Finding, Level
+from hvdtrain.doctor.report import Finding, Level
 from hvdtrain.runtime.environment import GLOO_LAUNCHER
 
 _INTERFACE_VARIABLES: Mapping[str, Level] = {

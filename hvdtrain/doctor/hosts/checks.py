@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from hvdtrain.doctor.facts.machine import UNLIMITED
-from hvdtrain.doctor.finding import Finding, Level, by_value, names
 from hvdtrain.doctor.hosts import network_checks
 from hvdtrain.doctor.hosts.host_probe import HostReport
 from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.doctor.report import Finding, Level, by_value, names
 from hvdtrain.install.record import BUILD_COMMAND
 
 _CAUSES = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from hvdtrain.doctor.finding import Finding, by_value, names
 from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.doctor.report import Finding, by_value, names
 
 
 def connections(survey: Survey) -> list[Finding]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdtrain.comm.dimensions import Dimensions
-from hvdtrain.data.workers import Workers
+from hvdtrain.data.order import Workers
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.stats import mean_of

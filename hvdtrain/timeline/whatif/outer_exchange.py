@@ -15,7 +15,7 @@ from hvdtrain.compression.sizes import sent_bytes
 from hvdtrain.compression.table import OuterKind, parse_outer
 from hvdtrain.config.schema import Config, OuterConfig, ParallelConfig
 from hvdtrain.config.sync import EVERY_STEP, OuterPlan, outer_plan
-from hvdtrain.data.workers import Workers
+from hvdtrain.data.order import Workers
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.collectives import Collective, between_workers, workers_of
 from hvdtrain.plan.plan import Ranks

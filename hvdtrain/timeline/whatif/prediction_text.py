@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.plan.held import Held, held
+from hvdtrain.plan.description import Held, held
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, Job
 from hvdtrain.timeline.whatif.outer_exchange import RarePrediction
 from hvdtrain.timeline.whatif.predict import Prediction

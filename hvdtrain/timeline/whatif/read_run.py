@@ -25,9 +25,8 @@ from hvdtrain.plan.plan import ENGINES, Plan, Ranks
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.timeline.analysis.shares import last_shares
 from hvdtrain.timeline.steps import Start, read_starts
-from hvdtrain.timeline.whatif.evidence import Evidence, Job, median_parts, read_parts
+from hvdtrain.timeline.whatif.evidence import Evidence, Jitter, Job, median_parts, read_parts
 from hvdtrain.timeline.whatif.fitting import fit_link
-from hvdtrain.timeline.whatif.jitter import Jitter
 from hvdtrain.timeline.whatif.predict import wait_and_wire
 from hvdtrain.timeline.wording import nbytes
 

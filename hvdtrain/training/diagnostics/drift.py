@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -13,11 +15,13 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
+from hvdtrain.engine.base import Engine
 from hvdtrain.errors import DriftError
 from hvdtrain.state.divided import Cut, is_divided, local, share_count, share_of, shares
 from hvdtrain.state.frozen import changed
 from hvdtrain.state.train_state import TrainState
 from hvdtrain.training.loop.buffers import persistent_buffers
+from hvdtrain.training.loop.step_part import StepPart
 
 _ROW_BYTES = 8192
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -200,3 +204,42 @@ def check_equal(model: nn.Module, comm: Comm, *, name: str) -> dict[str, list[in
         " --parallel.tp cannot divide (hvdtrain verify plan shows it); resume from the last checkpoint with the same"
         " command",
     )
+
+
+MOST_PASSES = 64
+"""Hashes of passes in the line of a step."""
+
+
+def pass_hashes(numbers: Sequence[Sequence[float]]) -> str:
+    """Return a hash of the loss and the weight of each pass, by position: eight hexadecimal digits each.
+
+    If a step has more than `MOST_PASSES`, neighbours have one together, equally many except in the last.
+    """
+    each = -(-len(numbers) // MOST_PASSES)
+    rows = [array("d", row).tobytes() for row in numbers]
+    return "".join(f"{crc32(b''.join(rows[first : first + each])):08x}" for first in range(0, len(rows), each))
+
+
+class ParameterHashes(StepPart):
+    """Records after every `every` steps a hash of each tensor that all ranks have, eight hexadecimal digits each.
+
+    Args:
+        record: records an event; None on ranks that do not record.
+    """
+
+    def __init__(self, every: int, model: nn.Module, engine: Engine, record: Callable[[Any], None] | None) -> None:
+        self._every, self._model, self._engine, self._record = every, model, engine, record
+        self._names: list[str] = []
+
+    def finish(self, step: int, *, applied: bool) -> None:
+        """Record those after step `step`, if it is their turn; with the names, where these are others than before."""
+        if step % self._every:
+            return
+        self._engine.complete()
+        tensors = replicated(self._model)
+        if self._record is None or not tensors:
+            return
+        names, self._names = self._names, [*tensors]
+        facts = {} if names == self._names else {"names": self._names}
+        hashes = "".join(f"{number & 0xFFFFFFFF:08x}" for number in digests(tensors.values()).tolist())
+        self._record({"event": "parameters", "at_step": step, **facts, "hashes": hashes})

@@ -18,8 +18,8 @@ from hvdtrain.engine.base import Engine
 from hvdtrain.host_copy import HostCopy
 from hvdtrain.spans import JOURNAL_KEYS, Spans
 from hvdtrain.task.base import Task
+from hvdtrain.training.diagnostics.drift import pass_hashes
 from hvdtrain.training.loop.forward import Precision, batch_size, checked_loss, to_device
-from hvdtrain.training.loop.hashes import pass_hashes
 from hvdtrain.training.loop.step_part import StepPart
 from hvdtrain.training.loop.update import StepResult, Update, count_users
 

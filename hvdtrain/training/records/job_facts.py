@@ -1,4 +1,4 @@
-"""Facts of a start that explain its results and its cost: versions, hosts, devices, and the energy of all ranks.
+"""Facts of a start that explain its results and its cost: versions, hosts, devices, FLOPs, and the energy of all ranks.
 
 The energy is in the journal while the run continues: what a run that is killed has used is known to a few seconds.
 """
@@ -11,7 +11,9 @@ import socket
 import sys
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,15 @@ import torch
 import hvdtrain
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
+from hvdtrain.config.schema import Config
 from hvdtrain.files import read_text_or_empty
 from hvdtrain.observe.energy import CPUS, GPUS, KINDS, Counter, CpuCounter, EnergyMeter, GpuCounter, open_counter
+from hvdtrain.observe.flops import FlopCount, peak_tflops
 from hvdtrain.observe.monitor import gpu_identity
 from hvdtrain.runtime.clock import clock_id
 from hvdtrain.runtime.host import Binding, binding_map, cpu_list, cpu_ranges, read_host
+from hvdtrain.training.loop.step_part import StepPart
+from hvdtrain.training.start.device import allows_tf32
 
 _LIBRARIES = ("torch", "horovod", "transformers", "numpy")
 
@@ -190,3 +196,47 @@ class EnergyUse:
             joules = {kind: value / 1000 for kind, value in self._sum_mj.items() if kind not in self._failed}
             facts = {"failed": sorted(self._failed)} if self._failed else {}
             self._event({"event": "energy", "at_step": self._step, "joules": joules, **facts})
+
+
+_BACKWARD = 2  # backward costs twice as much as forward: it computes gradients of inputs and of weights
+
+
+@dataclass
+class FirstPass(StepPart):
+    """Counts the FLOPs of the first forward pass in training, without an extra pass.
+
+    `event`: records the event ``flops``, once: ``per_sample``, FLOPs of training on a sample; ``device``;
+    ``peak_per_s`` of all ranks together and ``peak_source``, None if unknown. It is not called if nothing could be
+    counted.
+    """
+
+    config: Config  # precision, samples of a pass, and the peak if the user gives it
+    device: torch.device  # of this rank
+    size: int  # number of ranks
+    event: Callable[[dict[str, Any]], None]
+    same_samples: int  # number of ranks that have the same samples
+    _is_counted: bool = field(default=False, init=False)
+
+    def around_forward(self, batch: Any) -> AbstractContextManager[object] | None:
+        """Return the context of a forward pass."""
+        return None if self._is_counted else self._counted()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._is_counted = True
+        with FlopCount() as count:
+            yield
+        if not count.flops:
+            return
+        device, config = self.device, self.config
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        own = config.observe.peak_tflops
+        precision = config.precision.removesuffix("-weights")
+        peak = (own, "--observe.peak_tflops") if own else peak_tflops(name, precision, tf32=allows_tf32())
+        facts = {
+            "per_sample": (1 + _BACKWARD) * count.flops * self.same_samples / config.train.micro_batch,
+            "device": name,
+            "peak_per_s": peak[0] * 1e12 * self.size if peak else None,
+            "peak_source": peak[1] if peak else None,
+        }
+        self.event({"event": "flops", **facts})

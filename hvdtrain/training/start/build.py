@@ -18,7 +18,7 @@ from hvdtrain.runtime.host import read_host
 from hvdtrain.spans import Spans
 from hvdtrain.state.buddies import Buddies
 from hvdtrain.state.ledger import Ledger
-from hvdtrain.training.diagnostics.drift import Drift
+from hvdtrain.training.diagnostics.drift import Drift, ParameterHashes
 from hvdtrain.training.diagnostics.second_rank import make_second_rank
 from hvdtrain.training.diagnostics.step_checks import StepChecks
 from hvdtrain.training.elastic.roll_back import RollBack
@@ -27,7 +27,6 @@ from hvdtrain.training.loop.balance import make_balance
 from hvdtrain.training.loop.balance_loss import make_balance_loss
 from hvdtrain.training.loop.buffers import Rollback
 from hvdtrain.training.loop.feed import Feed
-from hvdtrain.training.loop.hashes import ParameterHashes
 from hvdtrain.training.loop.router_loads import RouterLoads, routers_of
 from hvdtrain.training.loop.saving import Saving
 from hvdtrain.training.loop.shared_buffers import SharedBuffers
@@ -38,9 +37,8 @@ from hvdtrain.training.loop.sync_batch_norm import synchronize_batch_norm
 from hvdtrain.training.loop.trainer import Trainer
 from hvdtrain.training.loop.update import takes_scale
 from hvdtrain.training.loop.worker_steps import WorkerSteps
-from hvdtrain.training.records.compute import FirstPass
 from hvdtrain.training.records.gradient_times import GradientMarks, GradientTimes
-from hvdtrain.training.records.job_facts import EnergyUse
+from hvdtrain.training.records.job_facts import EnergyUse, FirstPass
 from hvdtrain.training.round import Round
 from hvdtrain.training.start.auto_compression import CompressionTrial
 from hvdtrain.training.start.opening import ClaimWatch

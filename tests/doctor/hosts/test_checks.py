@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.doctor.facts.machine import Interface, Limits
-from hvdtrain.doctor.finding import Finding, by_value, names, worst
 from hvdtrain.doctor.hosts.checks import examine
 from hvdtrain.doctor.hosts.host_probe import Attempt
 from hvdtrain.doctor.hosts.survey import Survey
+from hvdtrain.doctor.report import Finding, by_value, names, worst
 from hvdtrain.runtime.host import HostFacts
 from tests.doctor.hosts.surveys import WELL, A, other, tried
 

@@ -69,7 +69,7 @@ MUTATIONS: Table = {
             "return SampleOrder(samples, [], seed)",
         ),
     },
-    ("data/workers.py", "tests/config/test_sync.py"): {
+    ("data/order.py", "tests/config/test_sync.py"): {
         "as many ranks as workers make a second communicator of all ranks": (
             "        if self.ranks <= self.count:\n            return []\n",
             "        if self.ranks < self.count:\n            return []\n",

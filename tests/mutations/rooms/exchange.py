@@ -32,6 +32,10 @@ MUTATIONS: Table = {
             "self.detached = self.detached.without_parameters(named, self.ranks, keep=self._delivered)",
             "self.detached = DetachedState({}, self.ranks)",
         ),
+        "residuals of another number of copies change their sum": (
+            'self.exchange, self.detached = None, DetachedState(tensors, int(values["ranks"]))',
+            "self.exchange, self.detached = None, DetachedState(tensors, self.ranks)",
+        ),
     },
     ("exchange/bucket.py", "tests/exchange/test_reducer.py"): {
         "a gradient that is on its way can still be clipped or scaled": (
@@ -78,7 +82,7 @@ MUTATIONS: Table = {
             "map(_chunk_rows, [gradient.shape for gradient in gradients])",
         ),
     },
-    ("exchange/grad_scaler.py", "tests/exchange/test_residual_transfer.py"): {
+    ("exchange/optimizer.py", "tests/exchange/test_residual_transfer.py"): {
         "residuals shrink when the loss scale grows": (
             "exchange.reducer.rescale(after / before)",
             "exchange.reducer.rescale(before / after)",
@@ -106,12 +110,6 @@ MUTATIONS: Table = {
         "after a change of ranks, each step restarts the exchange and drops what compression has learned": (
             "        self._last_session = self._session()\n        self.reducer.restart",
             "        self.reducer.restart",
-        ),
-    },
-    ("exchange/between_copies.py", "tests/exchange/test_residual_transfer.py"): {
-        "residuals of another number of copies change their sum": (
-            'self.exchange, self.detached = None, DetachedState(tensors, int(values["ranks"]))',
-            "self.exchange, self.detached = None, DetachedState(tensors, self.ranks)",
         ),
     },
     ("exchange/in_order.py", "tests/training/test_second_rank.py"): {

@@ -70,6 +70,10 @@ MUTATIONS: Table = {
     ("launch/variables.py", "tests/launch/test_worker_plan.py"): {
         "variables that no shell can set are passed to other hosts": ('and re.fullmatch("[A-Za-z0-9_]+", name)', ""),
     },
+    ("launch/agent_link.py", "tests/launch/test_rendezvous_store.py"): {
+        "a rank gets the address that is for its neighbour": ("[rank - (rank > int(own)) for rank", "[rank for rank"),
+        "what is queued for a host is sent to all": ("if host else self._send", "if not host else self._send"),
+    },
     ("launch/rendezvous.py", "tests/launch/test_rendezvous_store.py"): {
         "a rank that is late asks the store of a closed round without end": (
             '        if not number or number != self._round:\n            return GONE, b""\n',

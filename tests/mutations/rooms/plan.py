@@ -58,7 +58,7 @@ MUTATIONS: Table = {
         "each expert counts as a block": ("numbers[0] + 1] if numbers", "numbers[-1] + 1] if numbers"),
         "rows that cannot be divided evenly are not held": ("-(-self.shape[0] // ranks)", "self.shape[0] // ranks"),
     },
-    ("plan/held.py", "tests/timeline/whatif/test_engines.py"): {
+    ("plan/description.py", "tests/timeline/whatif/test_engines.py"): {
         "ZeRO-1 is said to hold only its part of the gradients": (
             "if plan.sums_each_pass or passes == 1 else summed",
             "",
@@ -68,7 +68,7 @@ MUTATIONS: Table = {
             "segment * item",
         ),
     },
-    ("plan/held.py", "tests/timeline/whatif/test_outer_exchange.py"): {
+    ("plan/description.py", "tests/timeline/whatif/test_outer_exchange.py"): {
         "a rank that serves two workers is said to hold one model": (
             'Held("parameters", served * parameters)',
             'Held("parameters", parameters)',

@@ -134,6 +134,15 @@ MUTATIONS: Table = {
             "    staying = [rank for rank in ranks if not leaving[rank]] or list(ranks)\n",
             "    staying = list(ranks)\n",
         ),
+        "a rank that has nothing cannot be lost with its buddy": (
+            "        pieces |= {rank: [] for rank, has_some in enumerate(some) if not has_some}\n",
+            "",
+        ),
+    },
+    ("state/transfer.py", "tests/state/test_transfer.py"): {
+        "a piece that begins before a part is not sent": ("box[0].start - most + 1", "box[0].start"),
+        "a lost piece is what was in memory before": ("        if missing:\n", "        if missing < 0:\n"),
+        "chunks of several ranks are mixed up": ("min(chunk, max(0, count - begin))", "min(chunk, count)"),
     },
     ("state/shard_files.py", "tests/state/test_shard_files.py"): {
         "transformers takes some rows of a tensor for the whole": ("        if pieces:\n", "        if not entries:\n"),

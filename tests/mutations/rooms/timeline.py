@@ -9,12 +9,17 @@ MUTATIONS: Table = {
             "start_us=start,",
         ),
     },
-    ("timeline/whatif/jitter.py", "tests/timeline/whatif/test_predict.py"): {
+    ("timeline/whatif/evidence.py", "tests/timeline/whatif/test_predict.py"): {
         "the slowest of many ranks is never later than what was measured": (
             "return max(measured, self._tail_s(ranks))",
             "return measured",
         ),
         "the delays of few ranks are underestimated": ("* math.sqrt(ranks / (ranks - 1))", ""),
+        "a host whose cores all compute has one left for the exchange": (
+            "ranks.per_host * self.threads >= self.cores",
+            "ranks.per_host * self.threads > self.cores",
+        ),
+        "threads that share cores take no longer": ("math.pow(then / now, _SHARED_CORES)", "1.0"),
     },
     ("timeline/whatif/predict.py", "tests/timeline/whatif/test_predict.py"): {
         "one rank alone still waits for the others of the measured run": (
@@ -116,13 +121,6 @@ MUTATIONS: Table = {
     },
     ("timeline/whatif/predict.py", "tests/timeline/whatif/test_choice.py"): {
         "auto compresses for next to nothing": ("if best_s > WORTH * evidence.step_s:", "if best_s > evidence.step_s:"),
-    },
-    ("timeline/whatif/evidence.py", "tests/timeline/whatif/test_predict.py"): {
-        "a host whose cores all compute has one left for the exchange": (
-            "ranks.per_host * self.threads >= self.cores",
-            "ranks.per_host * self.threads > self.cores",
-        ),
-        "threads that share cores take no longer": ("math.pow(then / now, _SHARED_CORES)", "1.0"),
     },
     ("timeline/whatif/outer_exchange.py", "tests/timeline/whatif/test_outer_exchange.py"): {
         "a delayed exchange hides behind no step": ("max(0.0, wire_s - plan.delay * inner.then.step_s)", "wire_s"),

@@ -18,8 +18,8 @@ from hvdtrain.engine.blocks import blocks
 from hvdtrain.engine.make import make_engine
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.collectives import buckets, fill_ddp
+from hvdtrain.plan.description import held
 from hvdtrain.plan.gradients import Gradient, finished
-from hvdtrain.plan.held import held
 from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.timeline.whatif.engine_passes import _starts, update_s
 from hvdtrain.timeline.whatif.evidence import Change, Evidence, changed_job

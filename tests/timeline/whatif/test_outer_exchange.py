@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.cli.timeline import main
+from hvdtrain.plan.description import held
 from hvdtrain.plan.gradients import Gradient
-from hvdtrain.plan.held import held
 from hvdtrain.plan.plan import Plan, Ranks
 from hvdtrain.timeline.whatif.evidence import Change, Evidence
 from hvdtrain.timeline.whatif.outer_exchange import RarePrediction, plan_of, predict_rarely

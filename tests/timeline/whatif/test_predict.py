@@ -11,8 +11,7 @@ import pytest
 from hvdtrain.errors import ConfigError
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import Ranks
-from hvdtrain.timeline.whatif.evidence import Change, changed_job
-from hvdtrain.timeline.whatif.jitter import Jitter
+from hvdtrain.timeline.whatif.evidence import Change, Jitter, changed_job
 from hvdtrain.timeline.whatif.links import ETHERNET
 from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
