@@ -127,10 +127,11 @@ class Calls:
 
 @dataclass
 class Window:
-    """Counts between two calls of the loss function, `STEPS` steps apart: so both loops count whole steps."""
+    """Counts between two calls of the loss function, some steps apart: so both loops count whole steps."""
 
     counts: Operations | Calls
     passes: int
+    steps: int
     calls: int = field(default=0, init=False)
 
     def around(self, made: hvdtrain.Task) -> hvdtrain.Task:
@@ -142,7 +143,7 @@ class Window:
             self.calls += 1
             if not first and step == WARM_UP:
                 self.counts.begin()
-            elif not first and step == WARM_UP + STEPS:
+            elif not first and step == WARM_UP + self.steps:
                 self.counts.end()
             return loss(model, batch)
 
@@ -150,8 +151,8 @@ class Window:
 
     def a_step(self) -> dict[tuple[str, str], float]:
         """What was counted, for a step."""
-        assert self.calls > (WARM_UP + STEPS) * self.passes
-        return {key: count / STEPS for key, count in self.counts.found.items()}
+        assert self.calls > (WARM_UP + self.steps) * self.passes
+        return {key: count / self.steps for key, count in self.counts.found.items()}
 
 
 def more_than_by_hand(
@@ -160,11 +161,12 @@ def more_than_by_hand(
     theirs: hvdtrain.Task,
     folder: Path,
     passes: int = 1,
+    steps: int = STEPS,
     **further: Any,
 ) -> dict[tuple[str, str], float]:
     """What a step of the trainer does more than one by hand, by kind and cause."""
-    asked = {**options(WARM_UP + STEPS + 3, folder, passes), **further}
-    trained, looped = Window(make(), passes), Window(make(), passes)
+    asked = {**options(WARM_UP + steps + 3, folder, passes), **further}
+    trained, looped = Window(make(), passes, steps), Window(make(), passes, steps)
     hvdtrain.train(asked, trained.around(ours))
     for _ in by_hand(looped.around(theirs), asked):
         pass

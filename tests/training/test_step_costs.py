@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain import Task
 from tests.support.divided_models import divided
-from tests.support.step_costs import TINY, Calls, Operations, more_than_by_hand, task
+from tests.support.step_costs import STEPS, TINY, Calls, Operations, more_than_by_hand, task
 
 PASSES = 2
 
@@ -28,7 +28,8 @@ def _costs(
     make: Callable[[], Calls | Operations], model: Callable[[], Task], folder: Path, passes: int
 ) -> Counter[str]:
     found: Counter[str] = Counter()
-    for (kind, _), count in more_than_by_hand(make, model(), model(), folder, passes).items():
+    steps = STEPS if model is dense else STEPS // 8
+    for (kind, _), count in more_than_by_hand(make, model(), model(), folder, passes, steps).items():
         found[kind] += count
     return found
 
