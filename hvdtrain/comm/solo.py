@@ -1,4 +1,4 @@
-"""One process alone, or a rank of a job that does not run, to count what it does and holds. Needs no Horovod."""
+"""Communicators without other ranks: of one process alone, or of an imagined job, to count. They need no Horovod."""
 
 from __future__ import annotations
 

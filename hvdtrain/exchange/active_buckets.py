@@ -1,4 +1,4 @@
-"""The buckets in use, and the state of compressors that survives a change of buckets; those of copies of a part."""
+"""The buckets in use, with the state of compressors, which survives a change of buckets."""
 
 from __future__ import annotations
 

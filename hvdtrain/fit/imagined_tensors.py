@@ -1,6 +1,4 @@
-"""What is imagined of a job: tensors without memory, with a count of their bytes; ranks with the memory of DDP;
-attention with the memory that it has on GPUs, where no kernel keeps the scores of all pairs of tokens.
-"""
+"""Imagine a job without its memory: fake tensors with a count of their bytes, DDP's copies, attention as on GPUs."""
 
 from __future__ import annotations
 

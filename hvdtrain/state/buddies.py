@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,16 +18,14 @@ from hvdtrain.state.train_state import TrainState
 from hvdtrain.state.transfer import fetch, send_packed
 
 Offer = tuple[int, str, int, list[int]]
-"""What a rank has of a commit: its step, identity, number of ranks, and ranks: it has their pieces."""
+"""What a rank has of a commit: its step, identity and number of ranks, and the ranks that it has all pieces of."""
 
 
 def choose_buddies(hosts: Sequence[str], leaving: Sequence[bool]) -> list[int | None]:
     """Return for each rank the one that gets a copy of its pieces; None if there is no other. Pure.
 
-    It is a rank that stays, on another host if there is one. The ranks of a host have different buddies, as far as
-    possible; on a single host, each has the next rank.
-
-    `leaving`: whether the rank is about to leave the job.
+    It is a rank that stays (not `leaving` the job), on another host if there is one. The ranks of a host have different
+    buddies, as far as possible; on a single host, each has the next rank.
     """
     ranks = range(len(hosts))
     staying = [rank for rank in ranks if not leaving[rank]] or list(ranks)
@@ -49,9 +48,8 @@ class Copies:
     """What a rank has of the pieces of a commit, besides its own."""
 
     identity: str  # of the commit, equal on all ranks
-    rank: int  # this one then
-    size: int  # number of ranks then
-    pieces: dict[int, list[Piece]]  # of the ranks that this rank is the buddy of, and of those that have none
+    counts: Sequence[int]  # of the pieces that each rank writes
+    pieces: dict[int, list[Piece]]  # of the ranks that this rank is the buddy of
 
 
 class Buddies:
@@ -69,11 +67,9 @@ class Buddies:
     def copy(self, state: StateDict) -> Copies:
         """Send this rank's pieces to its buddy, and return what others have sent. Collective: yes."""
         own = state.pieces(state.pieces_of(self._comm.rank))
-        facts = [secrets.token_hex(8), self._host, self._is_leaving(), bool(own)]
-        identities, hosts, leaving, some = zip(*allgather_json(self._comm, facts, name="commit/facts"), strict=True)
-        pieces = self._send(own, choose_buddies(hosts, leaving))
-        pieces |= {rank: [] for rank, has_some in enumerate(some) if not has_some}
-        return Copies(identities[0], self._comm.rank, self._comm.size, pieces)
+        facts = [secrets.token_hex(8), self._host, self._is_leaving(), len(own)]
+        identities, hosts, leaving, counts = zip(*allgather_json(self._comm, facts, name="commit/facts"), strict=True)
+        return Copies(identities[0], counts, self._send(own, choose_buddies(hosts, leaving)))
 
     def agree(self) -> None:
         """Return once all ranks have their copies. Collective: yes."""
@@ -102,11 +98,14 @@ class HeldCommit:
 
     def offer(self) -> Offer:
         """Return what this rank can contribute."""
-        return self.step, self.copies.identity, self.copies.size, [self.copies.rank, *self.copies.pieces]
+        counts = self.copies.counts
+        held = Counter(piece.writer for piece in self.state.pieces() if not piece.is_nothing)  # copies of others, too
+        ranks = [rank for rank, n in enumerate(counts) if rank in self.copies.pieces or held[rank] == n]
+        return self.step, self.copies.identity, len(counts), ranks
 
     def pieces_of(self, rank: int) -> list[Piece]:
-        """Return the pieces of a rank of the commit's round, which are in this rank's memory."""
-        return self.state.pieces(self.state.pieces_of(rank)) if rank == self.copies.rank else self.copies.pieces[rank]
+        """Return the pieces that a rank of the commit's round writes, which are in this rank's memory."""
+        return self.copies.pieces.get(rank, self.state.pieces(self.state.pieces_of(rank)))
 
 
 @dataclass(frozen=True)

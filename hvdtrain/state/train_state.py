@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import CheckpointError, TaskError
 from hvdtrain.state.divided import is_divided, local, on_stages, place_of, take_rows, whole_shape
-from hvdtrain.state.exchange_state import Exchange, Owned
+from hvdtrain.state.exchange_state import MASTER, Exchange, Owned
 from hvdtrain.state.extras import GROUP as EXTRAS
 from hvdtrain.state.extras import Stateful, extra_state, load_extras
 from hvdtrain.state.frozen import FROZEN, FrozenWeights, check_stored
@@ -158,7 +158,8 @@ class TrainState:
             return place_of(parameter).part(local(parameter).shape)
         if group == "exchange" and self.exchange is not None and not self.exchange.keeps(name):
             return None
-        if group not in ("optimizer", NUMBERS) or (own := self._owned().get(name.rpartition("/")[0])) is None:
+        is_owned = group in ("optimizer", NUMBERS) or (group == "exchange" and name.endswith(MASTER))
+        if not is_owned or (own := self._owned().get(name.rpartition("/")[0])) is None:
             return ...
         if own.parameter is None:
             return None

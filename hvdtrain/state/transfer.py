@@ -11,10 +11,8 @@ import math
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,23 +46,23 @@ def fetch(
     `own`: pieces that this rank sends; those of all ranks are whole tensors. `needs`: returns the part of a tensor, by
     its group, name and shape. `progress`: called after each chunk.
 
-    Errors: ValueError: on every rank, if pieces of a tensor are missing.
+    Errors: ValueError: on every rank, if pieces of a tensor are missing, or do not fit together.
     """
     specs: list[list[Any]] = [[] for _ in range(comm.size)]
     for index, piece in enumerate(own):
         specs[_directory(piece.group, piece.name, comm)].append([*piece.spec(), index])
-    listed: dict[Key, _Listed] = {}
+    listed: dict[Key, list[_Listed]] = {}
     for holder, given in enumerate(alltoall_json(comm, specs, name="state/pieces")):
         for group, name, shape, dtype, whole, offset, index in given:
-            listed.setdefault((group, name), _Listed(dtype, whole)).pieces.append((offset, shape, holder, index))
+            listed.setdefault((group, name), []).append(_Listed(offset, shape, dtype, whole, holder, index))
     every: dict[Key, None] = {}
     found: dict[Key, Tensor] = {}
     boxes: dict[Key, list[range]] = {}
     asked: list[list[Any]] = [[] for _ in range(comm.size)]
-    tensors = [[*key, each.dtype, each.whole, each.missing] for key, each in listed.items()]
-    for group, name, dtype, whole, missing in chain.from_iterable(allgather_json(comm, tensors, name="state/tensors")):
-        if missing:
-            raise ValueError(f"the pieces of {name} have {-missing:+} elements compared with the whole tensor")
+    tensors = [[*key, pieces[0].dtype, pieces[0].whole, _wrong(pieces)] for key, pieces in listed.items()]
+    for group, name, dtype, whole, wrong in chain.from_iterable(allgather_json(comm, tensors, name="state/tensors")):
+        if wrong:
+            raise ValueError(f"the pieces of {name} {wrong}")
         every[group, name] = None
         if (part := needs(group, name, whole)) is not None:
             boxes[group, name] = box = box_of(whole, part)
@@ -73,14 +71,15 @@ def fetch(
     orders: list[tuple[list[Any], list[Any]]] = [([], []) for _ in range(comm.size)]  # what a rank sends, and gets
     for rank, parts in enumerate(alltoall_json(comm, asked, name="state/asked")):
         for group, name, ends in parts:
-            for holder, index, begin, size in listed[group, name].find([range(*each) for each in ends]):
-                orders[holder][0].append([rank, index, begin, size])
-                orders[rank][1].append([holder, group, name, begin, size])
+            for each, common in _overlapping(listed[group, name], [range(*end) for end in ends]):
+                begin, size = [rows.start for rows in common], [len(rows) for rows in common]
+                orders[each.holder][0].append([rank, each.number, begin, size])
+                orders[rank][1].append([each.holder, group, name, begin, size])
     outgoing: list[list[Tensor]] = [[] for _ in range(comm.size)]
     coming: list[list[Tensor]] = [[] for _ in range(comm.size)]  # where it goes
     for sends, gets in alltoall_json(comm, orders, name="state/orders"):
         for rank, index, begin, size in sends:
-            outgoing[rank].append(_part(own[index].tensor, begin, size, own[index].place.offset))
+            outgoing[rank].append(_part(own[index].tensor.detach(), begin, size, own[index].place.offset))
         for holder, group, name, begin, size in gets:
             starts = [each.start for each in boxes[group, name]]
             coming[holder].append(_part(found[group, name], begin, size, starts))
@@ -95,35 +94,35 @@ def fetch(
     return {**every, **found}
 
 
-@dataclass
-class _Listed:
-    """A tensor in a directory."""
-
+class _Listed(NamedTuple):  # a piece in a directory
+    offset: list[int]
+    shape: list[int]
     dtype: str
-    whole: Sequence[int]  # its shape
-    pieces: list[tuple[list[int], list[int], int, int]] = field(default_factory=list)  # offset, shape, holder, number
+    whole: list[int]  # shape of the tensor
+    holder: int
+    number: int  # there
 
-    @property
-    def missing(self) -> int:
-        """The elements that no piece has."""
-        return math.prod(self.whole) - sum(math.prod(shape) for _, shape, _, _ in self.pieces)
 
-    @cached_property
-    def _ordered(self) -> tuple[list[int], int]:
-        """The first rows of the pieces, in order, and the most rows of one."""
-        self.pieces.sort()
-        return [offset[0] for offset, *_ in self.pieces], max(shape[0] for _, shape, _, _ in self.pieces)
+def _wrong(pieces: list[_Listed]) -> str:
+    """Sort the pieces of a tensor; return what is wrong with them, or ""."""
+    pieces.sort()
+    extra = sum(math.prod(piece.shape) for piece in pieces) - math.prod(pieces[0].whole)
+    inside = all(0 <= b <= e - n for each in pieces for b, n, e in zip(*each[:2], each.whole, strict=True))
+    if not inside or len({(each.dtype, *each.whole) for each in pieces}) > 1:
+        return "do not fit together"
+    return f"have {extra:+} elements compared with the whole tensor" if extra else ""
 
-    def find(self, box: Sequence[range]) -> Iterator[tuple[int, int, list[int], list[int]]]:
-        """Yield what pieces have of a part: rank, number of the piece there, begin in the whole tensor, and shape."""
-        first, last = 0, len(self.pieces)
-        if self.whole:
-            rows, most = self._ordered
-            first, last = bisect_left(rows, box[0].start - most + 1), bisect_left(rows, box[0].stop)
-        for offset, shape, holder, index in self.pieces[first:last]:
-            common = overlap(box, offset, shape)
-            if all(common):
-                yield holder, index, [each.start for each in common], [len(each) for each in common]
+
+def _overlapping(pieces: list[_Listed], box: list[range]) -> Iterator[tuple[_Listed, list[range]]]:
+    """Yield the pieces that have some of a part, and which."""
+    low, high = 0, len(pieces)
+    if box:
+        begin = box[0].start - max(piece.shape[0] for piece in pieces) + 1
+        low, high = (bisect_left(pieces, row, key=lambda piece: piece.offset[0]) for row in (begin, box[0].stop))
+    for piece in pieces[low:high]:
+        common = overlap(box, piece.offset, piece.shape)
+        if all(common):
+            yield piece, common
 
 
 def send_packed(
@@ -140,10 +139,11 @@ def send_packed(
     """
     sent = [sum(padded(tensor.nbytes) for tensor in tensors) for tensors in outgoing]
     incoming = [sum(padded(math.prod(shape) * dtype.itemsize) for shape, dtype in of_rank) for of_rank in kinds]
-    partners = max(sum(map(bool, sent)), sum(map(bool, incoming)))
-    facts = torch.tensor([[max(*sent, *incoming), partners]])
-    longest, most = comm.allgather(facts, name=f"{name}/bytes").wait().amax(0).tolist()
-    chunk = max(_WINDOW_BYTES // max(most, 1), _ALIGNMENT)
+    chunk = _WINDOW_BYTES
+    while chunk > _ALIGNMENT and any(sum(min(chunk, n) for n in all_) > _WINDOW_BYTES for all_ in (sent, incoming)):
+        chunk //= 2
+    facts = torch.tensor([[max(*sent, *incoming), -chunk]])
+    longest, chunk = comm.allgather(facts, name=f"{name}/bytes").wait().amax(0).abs().tolist()
     streams = [_chunks(tensors, chunk) for tensors in outgoing]
     received = [torch.empty(count, dtype=torch.uint8) for count in incoming]
     for begin in range(0, longest, chunk):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import LostStateError
 from hvdtrain.state import transfer
-from hvdtrain.state.buddies import Buddies, choose_buddies, choose_commit, pool_state
-from hvdtrain.state.pieces import Place
+from hvdtrain.state.buddies import Buddies, HeldCommit, choose_buddies, choose_commit, pool_state
+from hvdtrain.state.pieces import Place, StateDict
 from hvdtrain.state.snapshot import Commits
 from hvdtrain.state.train_state import Owned, Progress, TrainState
 from tests.support.thread_comm import Lost, ThreadComm, ThreadHandle, on_ranks
@@ -205,3 +205,22 @@ def test_a_rank_without_pieces_may_be_lost_with_its_buddy() -> None:
     empty = [rank for rank, (commits, _) in enumerate(done) if not commits.held()[0].pieces_of(rank)]
     assert empty
     assert _pool([commits for rank, (commits, _) in enumerate(done) if rank not in (empty[0], empty[0] + 1)]) == {2}
+
+
+def test_equal_copies_on_other_ranks_count() -> None:
+    """Two pairs of ranks have the same pieces, of which each writes some: a pair and its copies may be lost."""
+    wholes = {f"t{number}": torch.full((2,), float(number)) for number in range(8)}
+
+    def body(comm: ThreadComm) -> HeldCommit:
+        names = [name for number, name in enumerate(wholes) if number % 2 == comm.rank % 2]
+        ranks = (comm.rank % 2, comm.rank % 2 + 2)
+        places = {("optimizer", name): Place((2,), (0,), ranks) for name in names}
+        state = StateDict({"model": {}, "optimizer": {name: wholes[name] for name in names}}, {}, places)
+        return HeldCommit(1, state, Buddies(comm, "host", lambda: False).copy(state))
+
+    commits = on_ranks(4, body)
+    for left in ((0, 1), (1, 2), (2, 3), (3, 0)):
+        choice = choose_commit([[commits[rank].offer()] for rank in left])
+        assert choice is not None
+        found = [p.name for rank, holder in enumerate(choice.holders) for p in commits[left[holder]].pieces_of(rank)]
+        assert sorted(found) == sorted(wholes)

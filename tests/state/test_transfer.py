@@ -99,10 +99,45 @@ def test_the_number_of_collectives_does_not_grow_with_that_of_pieces(pieces: int
     assert set(on_ranks(4, body)) == {10}
 
 
-def test_a_missing_piece_is_an_error_on_every_rank() -> None:
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_number_that_all_need_does_not_divide_what_two_exchange(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the count of steps of a tensor, which one of its owners sends to all."""
+    monkeypatch.setattr(transfer, "_WINDOW_BYTES", 1 << 12)
+
+    def body(comm: ThreadComm) -> int:
+        counting, rows, one = Counting(comm), torch.arange(900.0), torch.ones(())
+        own = [_piece("rows", rows, (0,), (900,)), _piece("one", one, (), ())] if comm.rank == 0 else []
+        needs: dict[str, Any] = {"one": ..., "rows": ... if comm.rank == 1 else None}
+        found = fetch(own, lambda _, name, shape: needs[name], counting)
+        assert found["group", "one"] == 1.0 and (comm.rank != 1 or torch.equal(found["group", "rows"], rows))
+        return counting.calls
+
+    assert max(on_ranks(size, body)) <= 9 + 3
+
+
+FAR = Place((4, 3), (3, 0), ())
+
+
+@pytest.mark.parametrize(
+    ("other", "wrong"),
+    [
+        ([], "have -6 elements"),
+        ([Piece("group", "t", torch.ones(2, 3).double(), Place((4, 3), (2, 0), ()))], "do not fit together"),
+        ([Piece("group", "t", torch.ones(2, 3), FAR)], "do not fit together"),
+    ],
+)
+def test_pieces_that_are_no_tensor_are_an_error_on_every_rank(other: list[Piece], wrong: str) -> None:
     def body(comm: ThreadComm) -> None:
-        own = [_piece("t", torch.ones(4, 3), (0, 0), (2, 3))] if comm.rank == 0 else []
-        with pytest.raises(ValueError, match="t have -6 elements"):
+        own = [_piece("t", torch.ones(4, 3), (0, 0), (2, 3))] if comm.rank == 0 else other
+        with pytest.raises(ValueError, match=f"pieces of t {wrong}"):
             fetch(own, lambda *_: None, comm)
 
     on_ranks(2, body)
+
+
+def test_a_parameter_is_a_piece() -> None:
+    """It requires a gradient; what is fetched does not."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    own = [_piece("t", parameter, (0,), (3,))]
+    (found,) = on_ranks(1, lambda comm: fetch(own, lambda *_: ..., comm))[0].values()
+    assert found is not None and not found.requires_grad and torch.equal(found, parameter)

@@ -51,7 +51,9 @@ def _cache(
     """A cache of its own; the child is a fork that has imported torch, except in one test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     if "lightning" not in request.node.name:
-        monkeypatch.setattr(other_trainers, "answer", lambda argv, limit_s: answer([*warm_python(), *argv[1:]], limit_s))
+        monkeypatch.setattr(
+            other_trainers, "answer", lambda argv, limit_s: answer([*warm_python(), *argv[1:]], limit_s)
+        )
 
 
 @pytest.fixture(scope="module", params=["tied", "lora", "pieces of 2 ranks"])

@@ -1,4 +1,4 @@
-"""Claim the folder of a store that gets copies of a run, and continue the run that it has. Used on rank 0 only.
+"""The folder of a store that gets copies of a run: its lease, and the run that it has. Used on rank 0 only.
 
 The folder ``.lease`` has objects with consecutive numbers. A job takes the lease by creating the next number, which
 only one can do where the store has conditional writes; the holder of the highest number has the lease.

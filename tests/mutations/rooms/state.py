@@ -134,14 +134,19 @@ MUTATIONS: Table = {
             "    staying = [rank for rank in ranks if not leaving[rank]] or list(ranks)\n",
             "    staying = list(ranks)\n",
         ),
-        "a rank that has nothing cannot be lost with its buddy": (
-            "        pieces |= {rank: [] for rank, has_some in enumerate(some) if not has_some}\n",
-            "",
+        "equal copies on other ranks do not count": (
+            "if rank in self.copies.pieces or held[rank] == n]",
+            "if rank in self.copies.pieces]",
         ),
     },
     ("state/transfer.py", "tests/state/test_transfer.py"): {
-        "a piece that begins before a part is not sent": ("box[0].start - most + 1", "box[0].start"),
-        "a lost piece is what was in memory before": ("        if missing:\n", "        if missing < 0:\n"),
+        "a piece that begins before a part is not sent": ("max(piece.shape[0] for piece in pieces) + 1", "0"),
+        "a lost piece is what was in memory before": ('if extra else ""', 'if extra > 0 else ""'),
+        "pieces of another dtype are reinterpreted": ("{(each.dtype, *each.whole) for", "{(*each.whole,) for"),
+        "small pieces for many ranks make chunks small": (
+            "sum(min(chunk, n) for n in all_)",
+            "sum(chunk for n in all_ if n)",
+        ),
         "chunks of several ranks are mixed up": ("min(chunk, max(0, count - begin))", "min(chunk, count)"),
     },
     ("state/shard_files.py", "tests/state/test_shard_files.py"): {
