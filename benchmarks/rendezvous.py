@@ -46,6 +46,17 @@ class Rank(NamedTuple):
     reads: bool = True
 
 
+def round_keys(hosts: int, local: int) -> dict[str, str]:
+    """The keys of a round with `local` ranks on each host."""
+    places, size = product(range(hosts), range(local)), hosts * local
+    return {f"rank_and_size/h{h}:{own}": f"{h * local + own},{size},{own},{local},{h},{hosts}" for h, own in places}
+
+
+def addresses(own: int, size: int) -> bytes:
+    """What a rank of Gloo puts: the address of its socket and the number of the pair, for each other rank."""
+    return b"".join(struct.pack("<HH124xq", 2, 4000 + own, 9000 + pair) for pair in range(size - 1))
+
+
 def ask(store: str, method: str, key: str, body: bytes = b"") -> bytes | None:
     """A request as Horovod's C++ makes it, with a connection of its own; None where there is no such key."""
     address, _, path = store.partition("/")
@@ -84,8 +95,7 @@ def _connect(rank: Rank, scope: str, own: int, size: int) -> float:
     ask(rank.store, "PUT", f"{scope}/rank_{own}", f"h{rank.number // rank.local}".encode())
     for other in range(own if rank.reads else 0):
         ask(rank.store, "GET", f"{scope}/rank_{other}")
-    addresses = [struct.pack("<HH124xq", 2, 4000 + own, 9000 + pair) for pair in range(size - 1)]
-    ask(rank.store, "PUT", f"{scope}/{own}", b"".join(addresses))
+    ask(rank.store, "PUT", f"{scope}/{own}", addresses(own, size))
     longest_s = 0.0
     for other in range(size if rank.reads else 0):
         if other != own:
@@ -115,10 +125,7 @@ class Hosts:
         while not all(link.store for link in self._links):
             link, message = self._inbox.get()
             link.store = message.get("store", link.store)
-        keys, size = {}, number * local
-        for host, own in product(range(number), range(local)):
-            keys[f"rank_and_size/h{host}:{own}"] = f"{host * local + own},{size},{own},{local},{host},{number}"
-        self._relay.open(ROUND, keys)
+        self._relay.open(ROUND, round_keys(number, local))
         threading.Thread(target=self._drive, daemon=True).start()
 
     def stores(self) -> list[str]:

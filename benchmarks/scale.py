@@ -13,12 +13,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import resource
-import struct
 import threading
 import time
 from typing import Any
 
 from common import Figure, busy, figure, options, report
+from rendezvous import addresses, round_keys
 
 from hvdtrain.launch import driver as driver_module
 from hvdtrain.launch.agent_link import Readers, Relay
@@ -195,15 +195,14 @@ def sent(size: int) -> Figure:
         nonlocal total
         total += len(encode_message(kind, facts))
 
-    places = [(rank, *divmod(rank, PER_HOST)) for rank in range(size)]
-    keys = {f"rank_and_size/h{h}:{own}": f"{rank},{size},{own},{PER_HOST},{h},{hosts}" for rank, h, own in places}
+    keys = round_keys(hosts, PER_HOST)
     relay, readers = Relay(to_all, to_one), Readers(keys)
     relay.open(1, keys)
-    for rank, host, own in places:
+    for rank in range(size):
+        host, own = divmod(rank, PER_HOST)
         for scope, number, ranks in (("global", rank, size), (f"cross_{own}", host, hosts)):
             relay.put(1, f"{scope}/rank_{number}", readers.divide(f"{scope}/rank_{number}", f"h{host}".encode()))
-            value = b"".join(struct.pack("<HH124xq", 2, 4000 + rank, 9000 + pair) for pair in range(ranks - 1))
-            relay.put(1, f"{scope}/{number}", readers.divide(f"{scope}/{number}", value))
+            relay.put(1, f"{scope}/{number}", readers.divide(f"{scope}/{number}", addresses(number, ranks)))
     relay.flush()
     return figure(f"scale/sent_gib_{size}", [total / 2**30], "GiB")
 

@@ -43,10 +43,9 @@ def declared_spelling(word: str, options: Container[str]) -> str:
 @lru_cache(1)
 def elsewhere() -> Mapping[str, Mapping[str, Any]]:
     """Return by our options what other trainers call them, and remarks."""
-    import yaml  # only after an error
+    from hvdtrain.yaml_file import read_yaml  # only after an error
 
-    found: Mapping[str, Mapping[str, Any]] = yaml.safe_load(Path(__file__).with_name("elsewhere.yaml").read_text())
-    return found
+    return read_yaml(Path(__file__).with_name("elsewhere.yaml"))
 
 
 def known_elsewhere(option: str) -> tuple[str, str] | None:

@@ -105,7 +105,9 @@ class HeldCommit:
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """Return the pieces that a rank of the commit's round writes, which are in this rank's memory."""
-        return self.copies.pieces.get(rank, self.state.pieces(self.state.pieces_of(rank)))
+        if rank in self.copies.pieces:
+            return self.copies.pieces[rank]
+        return self.state.pieces(self.state.pieces_of(rank))
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,7 @@ def pool_state(
     parts = fetch(own, state.held_part, comm, progress)
     source = None
     if mine is not None and comm.rank == choice.root:
-        tensors = {group: {**entries} for group, entries in mine.state.replicated().tensors.items()}
-        for (group, name), part in parts.items():
-            if part is not None:
-                tensors.setdefault(group, {})[name] = part
-        source = StateDict(tensors, mine.state.values)
+        source = mine.state.with_parts(parts)
         state.load_state_dict(source)
     broadcast_state(state, comm, progress, root=choice.root, source=source, parts=parts)
     return choice

@@ -120,6 +120,14 @@ class StateDict:
         }
         return StateDict(tensors, self.values)
 
+    def with_parts(self, parts: Mapping[Key, Tensor | None]) -> StateDict:
+        """Return the state with these instead of the pieces."""
+        tensors: dict[str, dict[str, Tensor]] = {group: {**own} for group, own in self.replicated().tensors.items()}
+        for (group, name), part in parts.items():
+            if part is not None:
+                tensors.setdefault(group, {})[name] = part
+        return StateDict(tensors, self.values)
+
 
 W = TypeVar("W", bound="Tensor | Whole")
 

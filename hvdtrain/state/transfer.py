@@ -27,12 +27,8 @@ _ALIGNMENT = 64
 
 def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
     """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes."""
-    tensors = {group: {**entries} for group, entries in state.replicated().tensors.items()}
     own = state.pieces(state.pieces_of(comm.rank))
-    for (group, name), whole in fetch(own, lambda *_: None if comm.rank else ..., comm).items():
-        if whole is not None:
-            tensors.setdefault(group, {})[name] = whole
-    return StateDict(tensors, state.values)
+    return state.with_parts(fetch(own, lambda *_: None if comm.rank else ..., comm))
 
 
 def fetch(

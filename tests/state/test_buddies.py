@@ -208,7 +208,7 @@ def test_a_rank_without_pieces_may_be_lost_with_its_buddy() -> None:
 
 
 def test_equal_copies_on_other_ranks_count() -> None:
-    """Two pairs of ranks have the same pieces, of which each writes some: a pair and its copies may be lost."""
+    """Ranks 0 and 2 have the same pieces, and so have 1 and 3. Each writes some. Two neighbours may be lost."""
     wholes = {f"t{number}": torch.full((2,), float(number)) for number in range(8)}
 
     def body(comm: ThreadComm) -> HeldCommit:

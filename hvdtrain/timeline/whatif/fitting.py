@@ -58,8 +58,8 @@ def fit_link(
     if (found := fit_allreduces(probed, ranks)) is not None:
         link, explained_s, _ = replayed(found)
         exact = evidence.compression_of(evidence.job.plan.compression).exact  # else a wait may be for coding
-        tells = exact and exchanges and ranks.hosts > 1
-        slower = tells and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
+        shows_links = exact and exchanges and ranks.hosts > 1
+        slower = shows_links and waited_s > explained_s + _UNEXPLAINED * evidence.step_s
         if not slower:
             uncertainty = max(_PROBE_UNCERTAINTY, _spread(probed, ranks))
             return FittedLink(link, f"probed at the run's start: {_text(link, uncertainty)}", uncertainty)

@@ -136,6 +136,6 @@ MUTATIONS: Table = {
             'waited_s = max(0.0, evidence.parts_s["wait"] - evidence.late_s)',
             'waited_s = evidence.parts_s["wait"]',
         ),
-        "time for coding is taken for a slow link": ("tells = exact and exchanges", "tells = exchanges"),
+        "time for coding is taken for a slow link": ("shows_links = exact and exchanges", "shows_links = exchanges"),
     },
 }
