@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 
 from hvdtrain.cli.parser import Parser
 
@@ -21,9 +20,6 @@ examples:
   hvdtrain data prepare --config run.yaml
 """
 
-_EVERY_S = {True: 0.2, False: 10.0}
-"""Seconds between two lines about the progress, on a terminal and elsewhere."""
-
 
 def parser() -> Parser:
     """Declare what is not an option of train."""
@@ -38,6 +34,9 @@ def main(argv: list[str]) -> int:
     Errors: ConfigError: the task is not the language model; those of `prepare_corpus`.
     """
     _, rest = parser().parse_known_args(argv)
+
+    from rich.console import Console
+    from rich.progress import Progress
 
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.errors import ConfigError
@@ -56,36 +55,16 @@ def main(argv: list[str]) -> int:
         from hvdtrain.task.saved_model import find_model  # takes seconds, because of torch
 
         source = find_model(model.from_, config=model.config)
-    progress = _Progress()
-    for name, file in prepare_corpus(data, source.tokenizer() if source is not None else None, progress.show):
-        progress.end()
+    shows = sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), disable=not shows) as progress:
+        bar = progress.add_task("tokenizing", total=1.0)
+
+        def show(what: str, fraction: float | None, count: int, seconds: float) -> None:
+            text = f"{what}: {count / 1e6:,.1f} million tokens, {count / max(seconds, 1e-9) / 1e6:.2f} million/s"
+            progress.update(bar, description=text, completed=fraction)
+
+        files = prepare_corpus(data, source.tokenizer() if source else None, show if shows else None)
+    for name, file in files:
         note = f" ({file.note})" if file.note else ""
         print(f"{name}: {file.train:,} tokens to train on, {file.heldout:,} held out, in {file.path}{note}")
     return 0
-
-
-class _Progress:
-    """A line on stderr: on a terminal, one that changes."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._shown_s = time.monotonic()
-        self._is_open = False
-
-    def show(self, what: str, fraction: float | None, count: int, seconds: float) -> None:
-        """Show it, unless it has just been shown."""
-        now = time.monotonic()
-        if now - self._shown_s < _EVERY_S[self._is_terminal]:
-            return
-        self._shown_s, speed = now, count / max(seconds, 1e-9)
-        bar = "" if fraction is None else f"  {'#' * int(20 * fraction):<20} {fraction:4.0%}"
-        line = f"{what}{bar}  {count / 1e6:,.1f} million tokens, {speed / 1e6:.2f} million/s"
-        sys.stderr.write(f"\r{line}\x1b[K" if self._is_terminal else f"hvdtrain: {line}\n")
-        sys.stderr.flush()
-        self._is_open = self._is_terminal
-
-    def end(self) -> None:
-        """End a line that changes."""
-        if self._is_open:
-            sys.stderr.write("\n")
-            self._is_open = False

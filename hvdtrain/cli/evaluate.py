@@ -18,9 +18,6 @@ from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import prepare
 
-Result = tuple[dict[str, Any], Callable[[], list[str]]]
-"""The values to print; and what makes the lines of --per_sample."""
-
 _DESCRIPTION = """\
 Evaluate a model: each sample once, on all ranks of this job. A run folder means
 its newest checkpoint. Data, model and all else are those of the run, unless
@@ -33,7 +30,6 @@ examples:
   hvdtrain evaluate runs/NAME --data.validation 'other/**/*.txt'
   hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
-  hvdtrain evaluate runs/NAME --tasks arc_easy,hellaswag --samples 100
 
 Any number of ranks finds the same values, bit for bit on equal devices. Another
 --train.micro_batch rounds sums differently; --per_sample implies 1.
@@ -48,13 +44,8 @@ def parser() -> Parser:
     add = made.add_argument
     add("path", metavar="RUN", help=MODEL_HELP)
     add("--split", choices=("heldout", "train"), default="heldout", help="which samples (default: heldout)")
-    samples = "number of samples, evenly spaced; of a task, the first ones (default: all)"
-    add("--samples", type=int, default=0, help=samples)
+    add("--samples", type=int, default=0, help="number of samples, evenly spaced (default: all)")
     add("--per_sample", type=local, metavar="FILE", help="write the values of each sample, as JSON lines")
-    tasks = "instead of data, evaluate on tasks of lm-evaluation-harness: names with commas"
-    add("--tasks", type=lambda text: text.split(","), metavar="NAMES", help=tasks)
-    add("--task_folder", type=local, metavar="FOLDER", help="with YAML files of further tasks")
-    add("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     add("--json", action="store_true", help="print JSON")
     return made
 
@@ -67,7 +58,7 @@ def main(argv: list[str]) -> int:
     info: RankInfo | None = None
     try:
         info, _ = prepare()
-        values, lines = _of_tasks(options, training, info) if options.tasks else _of_data(options, training, info)
+        values, lines = _evaluate(options, training, info)
         if info.rank == 0:
             if options.per_sample is not None:
                 options.per_sample.write_text("".join(f"{line}\n" for line in lines()))
@@ -87,31 +78,8 @@ def _misspelt(made: Parser, training: Sequence[str], error: BaseException) -> Co
     return None
 
 
-def _of_tasks(options: Any, training: Sequence[str], info: RankInfo) -> Result:
-    from hvdtrain.comm.rounds import STARTED, start_rounds
-    from hvdtrain.task.causal_lm import load_model
-    from hvdtrain.task.encode import load_tokenizer
-    from hvdtrain.task.saved_model import find_model
-    from hvdtrain.training.evaluate_run import evaluate_tasks
-    from hvdtrain.training.start.device import pick_device
-
-    if training:
-        raise ConfigError(
-            "options of training do not apply to --tasks", found=training[0], next_step="leave them out, or --tasks"
-        )
-    source = find_model(options.path, "RUN")
-    tokenizer, model = load_tokenizer(source.folder), load_model(source).eval()
-    comm = start_rounds(info, horovod=True).enter(STARTED)
-    device = pick_device("auto", comm.local_rank, comm.local_size, comm)
-    wanted = (options.tasks, options.task_folder, options.fewshot, options.samples)
-    metrics, samples = evaluate_tasks(model.to(device), tokenizer, comm, *wanted)
-    values = {f"{task}/{name}": value for task, named in metrics.items() for name, value in named.items()}
-    return {"model": str(source.folder), **values}, lambda: [
-        json.dumps({"task": task, **sample}, default=str) for task, each in samples.items() for sample in each
-    ]
-
-
-def _of_data(options: Any, training: Sequence[str], info: RankInfo) -> Result:
+def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[dict[str, Any], Callable[[], list[str]]]:
+    """Return the values to print, and what makes the lines of --per_sample."""
     from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function

@@ -48,11 +48,6 @@ def differing(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
-def differing_options(options: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the options that differ, by dotted name, without those that say where a run is."""
-    return {name: values for name, values in differing(options).items() if name not in ("run_dir", "resume")}
-
-
 def _identity(run: RunRecord) -> list[Any]:
     """Return what changes the losses of a run, or its speed, except its seed."""
     of_training = (name for name in run.options if name not in _NOT_OF_TRAINING and not name.startswith("observe."))
@@ -63,7 +58,7 @@ def _identity(run: RunRecord) -> list[Any]:
 WINDOW, LEAST_STEPS = 0.1, 20
 """The training loss is averaged over this part of the common length, and over this many steps of the base at least."""
 
-SEEDS, NOISE, NOTHING = "seeds", "noise", "nothing"
+SEEDS, NOISE, STEPS, NOTHING = "seeds", "noise", "steps", "nothing"
 """Where the interval of a difference is from."""
 
 _COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
@@ -80,8 +75,8 @@ _COSTS: Mapping[str, Callable[[RunRecord], float | None]] = {
 class Row:
     """One figure of all columns at one place."""
 
-    figure: str  # loss, heldout_loss, or a metric of the task
-    axis: str  # samples, or seconds of training
+    figure: str  # loss, heldout_loss, or a metric of the task; for the axis steps, a part of a step in milliseconds
+    axis: str  # samples, seconds of training, or steps
     place: float  # on the axis: the last one that all columns with this figure have
     window: float  # length of the window before it that values are means of; 0 for evaluations
     values: Sequence[float | None]  # by column; None if a column lacks the figure
@@ -95,7 +90,7 @@ class Comparison:
 
     columns: Sequence[Sequence[str]]  # by column, the folders of its runs: several, if they differ only in their seed
     states: Sequence[str]  # by column, how far its runs are
-    rows: Sequence[Row]  # by samples, then by seconds
+    rows: Sequence[Row]  # by samples, by seconds, then step times
     costs: Mapping[str, Sequence[float | None]]  # by name, one a column: means over its runs; None if unknown
     options: Mapping[str, Sequence[Any]]  # options that differ, by name, one value a column
     versions: Mapping[str, Sequence[Any]]  # of software, likewise
@@ -104,7 +99,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """Compare runs with the first. Errors: ConfigError: a run has no figure in common with the first."""
+    """Compare runs with the first, without step times. Errors: ConfigError: a run has no figure in common with it."""
     columns = group_by_seed(runs)
     rows = [row for axis in (SAMPLES, SECONDS) for row in _rows(columns, axis)]
     base = columns[0][0]
@@ -115,9 +110,9 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
                 expected="runs of one task, or with equal names of metrics",
                 found=f"tasks {' in '.join(base.task)} and {' in '.join(other.task)}",
             )
-    options = differing_options([column[0].options for column in columns])
-    if any(len(column) > 1 for column in columns):
-        options.pop("seed", None)
+    options = differing([column[0].options for column in columns])
+    for name in ("run_dir", "resume", *(["seed"] if any(len(column) > 1 for column in columns) else [])):
+        options.pop(name, None)
     return Comparison(
         columns=[[str(run.path) for run in column] for column in columns],
         states=["; ".join(dict.fromkeys(run.state for run in column)) for column in columns],
@@ -169,7 +164,7 @@ def _row(
             elif low < place:
                 found, source = difference_by_noise(columns[0][0].losses[axis], run.losses[axis], low, place), NOISE
             else:
-                found = _unknown(value[0] - base[0])
+                found = unknown(value[0] - base[0])
         differences.append(found)
         sources.append(source)
     return Row(figure, axis, place, place - low, [_mean(each) for each in values], differences, sources)
@@ -191,7 +186,7 @@ def difference_by_noise(a: Curve, b: Curve, low: float, high: float) -> Estimate
         return None
     mean = float(np.average(differences, weights=weights))
     if len(differences) == 1 or not math.isfinite(mean):
-        return _unknown(mean)
+        return unknown(mean)
     half = half_width(differences - mean, weights)
     return Estimate(mean, mean - half, mean + half)
 
@@ -216,7 +211,7 @@ def difference_by_seeds(a: Sequence[float], b: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - half, mean + half)
 
 
-def _unknown(value: float) -> Estimate:
+def unknown(value: float) -> Estimate:
     """Return an estimate without an interval."""
     return Estimate(value, -math.inf, math.inf)
 

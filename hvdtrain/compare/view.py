@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.compare.comparison import Comparison, Row
+from hvdtrain.compare.comparison import STEPS, Comparison, Row
 from hvdtrain.compare.read import SAMPLES
 from hvdtrain.observe import cost
 from hvdtrain.observe.output import duration
@@ -22,6 +22,7 @@ _LABELS = {"loss": "training loss", "heldout_loss": "held-out loss"}
 _COSTS = {"seconds": "time of training", "device_hours": "device-hours", "energy_kwh": "energy, kWh", "money": "money",
           "late_percent": "% later than promised"}  # fmt: skip
 _UNKNOWN = "-"
+_ENDS = {SAMPLES: "", STEPS: "_ms"}
 
 _WIDTH = 80
 _LABEL, _CELL = 23, 19
@@ -64,6 +65,8 @@ def is_significant(difference: Estimate | None) -> bool:
 
 
 def _place(row: Row) -> str:
+    if row.axis == STEPS:
+        return "milliseconds of a step, and minus base"
     where = f"{row.place:,.0f} samples" if row.axis == SAMPLES else f"{_time(row.place)} of training"
     if not row.window:
         return f"at {where}"
@@ -71,6 +74,9 @@ def _place(row: Row) -> str:
 
 
 def _figure(row: Row) -> Iterator[_Line]:
+    if row.axis == STEPS:
+        yield row.figure, [_step(*each) for each in zip(row.values, row.differences, strict=True)]
+        return
     yield _LABELS.get(row.figure, row.figure), [_value(value) for value in row.values]
     if any(row.differences):
         cells = [f"{each.value:+.3g}{'*' if is_significant(each) else ''}" if each else "" for each in row.differences]
@@ -78,6 +84,13 @@ def _figure(row: Row) -> Iterator[_Line]:
     intervals = [_interval(each) for each in row.differences]
     if any(intervals):
         yield "  95% interval", intervals
+
+
+def _step(value: float | None, difference: Estimate | None) -> str:
+    if value is None:
+        return _UNKNOWN
+    change = f" {difference.value:+,.1f}{'*' * is_significant(difference)}" if difference else ""
+    return f"{value:,.1f}{change}"
 
 
 def _interval(estimate: Estimate | None) -> str:
@@ -149,11 +162,11 @@ def _line(label: str, cells: Sequence[str]) -> str:
 def _figures(comparison: Comparison) -> list[dict[str, float]]:
     """Return the known figures of each column, by name.
 
-    Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``.
+    Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``, and those
+    of step times with ``_ms``.
     """
     by_place = [
-        (re.sub(r"\W", "_", row.figure) + ("" if row.axis == SAMPLES else "_by_seconds"), row.values)
-        for row in comparison.rows
+        (re.sub(r"\W", "_", row.figure) + _ENDS.get(row.axis, "_by_seconds"), row.values) for row in comparison.rows
     ]
     named = [*by_place, *comparison.costs.items()]
     return [

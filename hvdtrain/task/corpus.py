@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.errors import ConfigError, DataError, listed
+from hvdtrain.files import is_url
 from hvdtrain.task.chat import COUNTED, MARKS, chat_source
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, Encoder, Ids, TokenizerEncoder
-from hvdtrain.task.formats import FORMATS
+from hvdtrain.task.formats import FORMATS, Skipped
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.source_files import files_matching, hub_advice
+from hvdtrain.task.streamed_text import StreamedText
 from hvdtrain.task.text_config import TextConfig, check_data
-from hvdtrain.task.text_sources import Source, has_rows, standard_library, text_source
+from hvdtrain.task.text_sources import Documents, Source, has_rows, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
 
 if TYPE_CHECKING:
@@ -52,12 +54,14 @@ class Corpus:
     note: str  # a line about the data; may be empty
 
 
-def prepare_corpus(config: TextConfig, own_tokenizer: str | None, show: Show) -> list[tuple[str, TokenFile]]:
+def prepare_corpus(config: TextConfig, own_tokenizer: str | None, show: Show | None) -> list[tuple[str, TokenFile]]:
     """Make the tokens that `open_corpus` maps, if they are not there yet; return them with the names of their sources.
 
-    `show` is called at each piece of a source. Errors: those of `open_corpus`.
+    `show` is called at each piece of a source; without it, lines are logged. Errors: those of `open_corpus`.
     """
     check_data(config)
+    if config.streaming:
+        raise ConfigError("data.streaming leaves nothing to prepare", next_step="omit it")
     parts = [(config if not config.validation else replace(config, heldout=0.0), f"--data.{config.kind}")]
     if config.validation:
         parts.append((_of_validation(config), "--data.validation"))
@@ -72,6 +76,8 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
     Errors: ConfigError: options conflict; DataError: data is missing, unreadable, empty or too short.
     """
     check_data(config)
+    if config.streaming:
+        return _streamed(config, own_tokenizer)
     training = replace(config, heldout=0.0) if config.validation else config
     own = _prepare(training, own_tokenizer, f"--data.{config.kind}")
     train = [_windows(*each, training) for each in own.files]
@@ -98,6 +104,29 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
         tokenizer=own.tokenizer,
         end=_end_token(config, own.end(), train) if config.separate and not config.chat else None,
         note="; ".join(f"{name}: {file.note}" for name, file in files if file.note),
+    )
+
+
+def _streamed(config: TextConfig, own_tokenizer: str | None) -> Corpus:
+    files, encoder = files_matching(config.names), _encoder(config, own_tokenizer)
+    documents = Documents(files, config.field, 0.0, Skipped(config.on_error == "skip"))
+    field = f", by field {documents.name!r}" if has_rows(files) else ""
+    options = [encoder.identity(), config.field, config.on_error]
+    key = hashlib.sha256(json.dumps([FORMAT, options, [file.identity for file in files]]).encode()).hexdigest()
+    train = StreamedText(documents, encoder, config.seq_len, key)
+    same = [[file.name, file.size_bytes, file.version if is_url(file.path) else 0] for file in files]  # on all hosts
+    other = None
+    if config.validation:
+        other = open_corpus(replace(_of_validation(config), streaming=False), own_tokenizer)
+    return Corpus(
+        train=train,
+        heldout=other.train if other is not None else None,
+        vocabulary=encoder.vocabulary(),
+        nominal_weight=float(config.seq_len),
+        digest=hashlib.sha256(json.dumps([options, same]).encode()).hexdigest(),
+        tokenizer=encoder.files(),
+        end=_end_token(config, encoder.end_id(), []) if config.separate else None,
+        note=f"{len(files)} file{'s'[: len(files) > 1]}, tokenized while they are read{field}",
     )
 
 
@@ -133,7 +162,7 @@ def _end_token(config: TextConfig, known: int | None, train: Sequence[Windows]) 
             expected="its id, or a tokenizer with a known one, for --data.documents separate",
             next_step="use --data.end_token ID, or --data.documents joined",
         )
-    if not any((windows.ids()[:_LOOKED_AT] == end).any() for windows in train):
+    if train and not any((windows.ids()[:_LOOKED_AT] == end).any() for windows in train):
         log.warning("none of the first documents ends with the token %d: they are not separate", end)
     return end
 
@@ -164,14 +193,18 @@ def _windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
 
 
 def _sources(config: TextConfig, own_tokenizer: str | None, option: str) -> list[Source]:
-    tokenizer = config.tokenizer or own_tokenizer
-    encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
+    encoder = _encoder(config, own_tokenizer)
     if config.dataset:
         return [dataset_source(name, encoder, option, wants_text=bool(config.tokenizer)) for name in config.names]
     if config.text or config.chat:
         groups = [[name] for name in config.names] if config.weights is not None else [config.names]
         return _file_sources(config, groups, encoder, option)
     return [replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")]
+
+
+def _encoder(config: TextConfig, own_tokenizer: str | None) -> Encoder:
+    tokenizer = config.tokenizer or own_tokenizer
+    return TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
 
 
 def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder, option: str) -> list[Source]:

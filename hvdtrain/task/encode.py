@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.errors import ConfigError, DataError
+from hvdtrain.errors import DataError
 from hvdtrain.files import read_regular
 from hvdtrain.task.base import import_library
 
@@ -36,19 +36,6 @@ def settings(end: str | None, **more: Any) -> bytes:
     named = {} if end is None else {"eos_token": end, "pad_token": end}
     content = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named, **more}
     return json.dumps(content, indent=1).encode()
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a model's folder. Errors: ConfigError: there is none."""
-    transformers = import_library("transformers", "a tokenizer", "lm")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{folder} has no tokenizer, so text cannot be read and written",
-            found=str(error).partition("\n")[0],
-            next_step="train with --data.text, or copy the tokenizer's files next to the weights",
-        ) from error
 
 
 def byte_tokenizer(end: str) -> bytes:

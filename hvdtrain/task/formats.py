@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import codecs
 import csv
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from typing import Any, BinaryIO, NamedTuple
 
 import orjson
@@ -22,6 +24,7 @@ ROWS_FORMAT = 1  # version of the readers; tokens of others are made again
 MISSING = object()
 
 _LONGEST_BYTES = 1 << 28  # of a line; longer ones would need several times as much memory
+_STEP_BYTES = 1 << 20
 
 
 class Row(NamedTuple):
@@ -30,16 +33,19 @@ class Row(NamedTuple):
     values: Any
     place: str  # file and line
     broken: str = ""
+    end: int = 0  # where reading can go on after it: bytes of lines, or a number of rows
 
 
-def read_rows(file: SourceFile, fields: Collection[str]) -> Iterator[Row]:
+def read_rows(file: SourceFile, fields: Collection[str], begin: int = 0) -> Iterator[Row]:
     """Yield the rows with these fields, such as ``meta.text``, or all fields. An unknown ending means JSONL.
+
+    `begin`: 0, or the end of the row after which to go on.
 
     Errors: DataError: the file cannot be read.
     """
     read = FORMATS.get(file.endings[0], _json_lines)
     with opened(file, seeks=read is _parquet) as stream:
-        yield from read(stream, file.path, fields)
+        yield from read(stream, file.path, fields, begin)
 
 
 def value_of(row: Any, name: str) -> Any:
@@ -70,20 +76,28 @@ class Skipped:
         return f"; left out: {', '.join(found)}" if found else ""
 
 
-def _lines(stream: BinaryIO, path: str) -> Iterator[Row]:
+def _lines(stream: BinaryIO, path: str, begin: int = 0) -> Iterator[Row]:
     """Yield each line as bytes; one that is too long is broken."""
-    number = 0
+    number, end = 0, begin
+    after = f" after byte {begin:,}" if begin else ""
+    try:
+        stream.seek(begin)
+    except (OSError, ValueError):  # it can only be read
+        while begin > 0 and (skipped := stream.read(min(begin, _STEP_BYTES))):
+            begin -= len(skipped)
     while line := stream.readline(_LONGEST_BYTES + 1):
-        number += 1
+        number, end = number + 1, end + len(line)
         is_long = len(line) > _LONGEST_BYTES
         while is_long and line and not line.endswith(b"\n"):
-            line = stream.readline(1 << 20)
+            line = stream.readline(_STEP_BYTES)
+            end += len(line)
         broken = f"a line of more than {_LONGEST_BYTES:,} bytes" if is_long else ""
-        yield Row(line.removeprefix(codecs.BOM_UTF8 if number == 1 else b""), f"{path}, line {number}", broken)
+        text = line.removeprefix(codecs.BOM_UTF8 if end == len(line) else b"")
+        yield Row(text, f"{path}, line {number}{after}", broken, end)
 
 
-def _json_lines(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
-    for line in _lines(stream, path):
+def _json_lines(stream: BinaryIO, path: str, fields: Collection[str], begin: int) -> Iterator[Row]:
+    for line in _lines(stream, path, begin):
         if line.broken:
             yield line
         elif line.values.strip():
@@ -94,7 +108,8 @@ def _json_lines(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterato
             yield row
 
 
-def _csv(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
+def _csv(stream: BinaryIO, path: str, fields: Collection[str], begin: int) -> Iterator[Row]:
+    """Rows before `begin` are parsed, too: they may have line ends in quotes."""
     wrong: list[str] = []  # lines of the current row that are no text
 
     def texts() -> Iterator[str]:
@@ -111,7 +126,7 @@ def _csv(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
     reader = csv.reader(texts(), strict=True)
     names = next(reader, [])
     _check_names(names, path, fields)
-    while True:
+    for number in count(1):
         place = f"{path}, line {reader.line_num + 1}"
         wrong.clear()
         try:
@@ -123,21 +138,25 @@ def _csv(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
             return
         except csv.Error as error:
             values, broken = [""], f"not CSV: {error}"
-        if values:
-            yield Row(None if broken else dict(zip(names, values, strict=True)), place, broken)
+        if values and number > begin:
+            yield Row(None if broken else dict(zip(names, values, strict=True)), place, broken, number)
 
 
-def _parquet(stream: BinaryIO, path: str, fields: Collection[str]) -> Iterator[Row]:
+def _parquet(stream: BinaryIO, path: str, fields: Collection[str], begin: int) -> Iterator[Row]:
     parquet = import_library("pyarrow.parquet", "a file of Parquet", EXTRA)
     file = parquet.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)  # in memory is a page, not a row group
     names = file.schema_arrow.names
     _check_names(names, path, fields)
     columns = [name for name in fields if name in names or name.partition(".")[0] in names]
-    number = 0
-    for batch in file.iter_batches(100, columns=columns or None, use_threads=False):
-        for values in batch.to_pylist():
+    ends = [*accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))]
+    first = bisect_right(ends, begin)
+    number, groups = ends[first - 1] if first else 0, range(first, len(ends))
+    for batch in file.iter_batches(100, row_groups=groups, columns=columns or None, use_threads=False):
+        skipped = min(max(begin - number, 0), len(batch))
+        number += skipped
+        for values in batch.slice(skipped).to_pylist():
             number += 1
-            yield Row(values, f"{path}, row {number}")
+            yield Row(values, f"{path}, row {number}", end=number)
 
 
 def _check_names(names: Sequence[str], path: str, fields: Collection[str]) -> None:
@@ -152,7 +171,7 @@ def _check_names(names: Sequence[str], path: str, fields: Collection[str]) -> No
         )
 
 
-FORMATS: Mapping[str, Callable[[BinaryIO, str, Collection[str]], Iterator[Row]]] = {
+FORMATS: Mapping[str, Callable[[BinaryIO, str, Collection[str], int], Iterator[Row]]] = {
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
     ".csv": _csv,
@@ -160,5 +179,5 @@ FORMATS: Mapping[str, Callable[[BinaryIO, str, Collection[str]], Iterator[Row]]]
 }
 """Readers by the ending of a file's name, before that of a compression.
 
-They get a stream, its name, and the fields that are needed (all, if empty).
+They get a stream, its name, the fields that are needed (all, if empty), and the end of the row to go on after.
 """

@@ -92,6 +92,9 @@ class TextConfig:
             (default: use data.text)
         validation: evaluate on this data, of the same kind as the data to train on, instead of holding some of it out:
             names of files or folders (default: hold out data.heldout)
+        streaming: tokenize data.text while training reads it, instead of all before: training begins at once, and the
+            disk holds some million tokens. Files are shuffled in each pass, samples among 4 million tokens. Nothing is
+            held out (see data.validation)
         field: field of rows with the text, such as text, or meta.text for the field text in meta (default: text or
             content, otherwise the only one with text)
         on_error: what to do with a row that cannot be read, or has no text or conversation: refuse, with an error that
@@ -112,6 +115,7 @@ class TextConfig:
     dataset: list[str] | str | None = None
     chat: list[str] | str | None = None
     validation: list[str] | str | None = None
+    streaming: bool = False
     field: str | None = None
     on_error: Literal["refuse", "skip"] = "refuse"
     weights: list[float] | None = None
@@ -172,6 +176,12 @@ def check_data(config: TextConfig) -> None:
             f"data.validation and {other} conflict",
             expected="one of them",
             next_step="omit one; null overrides data.validation and data.weights of a config file",
+        )
+    if config.streaming and (not config.text or config.weights is not None or config.heldout != TextConfig.heldout):
+        raise ConfigError(
+            "data.streaming streams text, and holds out none",
+            expected="data.text, without data.weights and data.heldout",
+            next_step="hvdtrain data prepare for other data; --data.validation for evaluations",
         )
     if config.weights is not None:
         from hvdtrain.data.mixture import whole_weights

@@ -74,7 +74,7 @@ def text_source(
     With files of rows, it holds out whole documents, evenly spread. `name`: of the field with the text, if it is known.
     `skips`: rows without a text are left out, otherwise refused.
     """
-    rows = _Documents(files, name, heldout, Skipped(skips)) if has_rows(files) else None
+    rows = Documents(files, name, heldout, Skipped(skips)) if has_rows(files) else None
     chosen = set() if rows else _choose_heldout(files, heldout)
 
     def part(*, held: bool) -> Iterator[Ids]:
@@ -108,8 +108,8 @@ def has_rows(files: Sequence[SourceFile]) -> bool:
 
 
 @dataclass
-class _Documents:
-    """The documents of files: whole files, and the texts of rows."""
+class Documents:
+    """The documents of files: whole files, and the texts of rows. `given`: the field, if it is not to be guessed."""
 
     files: list[SourceFile]
     given: str | None
@@ -133,16 +133,23 @@ class _Documents:
         self.count = max(self.count, count)
 
     def _all(self, skipped: Skipped) -> Iterator[Document]:
-        for file in self.files:
-            if not has_rows([file]):
-                yield Document(_pieces(file), file.path)
-                continue
-            for row in read_rows(file, [self.name]):
-                value = value_of(row.values, self.name)
-                if isinstance(value, str):
-                    yield Document([value.encode()], row.place)
-                else:
-                    skipped.add(*self._wrong(row, value))
+        return (document for file in self.files for document, _ in self.read(file, skipped))
+
+    def read(self, file: SourceFile, skipped: Skipped, begin: int = 0) -> Iterator[tuple[Document, int]]:
+        """Yield the documents of a file, each with its end: reading goes on there, by `begin`.
+
+        Errors: DataError: a document cannot be read, and may not be left out.
+        """
+        if not has_rows([file]):
+            if not begin:
+                yield Document(_pieces(file), file.path), 1
+            return
+        for row in read_rows(file, [self.name], begin):
+            value = value_of(row.values, self.name)
+            if isinstance(value, str):
+                yield Document([value.encode()], row.place), row.end
+            else:
+                skipped.add(*self._wrong(row, value))
 
     def _wrong(self, row: Row, value: Any) -> tuple[str, str, DataError]:
         """Return why a row has no text: a kind of reason, the place and an error."""

@@ -62,7 +62,7 @@ def load(
             raise TraceError(
                 "only one run can be analysed at a time",
                 found=f"{path} and {more[0]}",
-                next_step="hvdtrain timeline diff",
+                next_step="hvdtrain compare",
             )
         return _load_run(files or RunFiles(folder), logs, most_bytes)
     if not path.exists():

@@ -1,18 +1,26 @@
-"""Two runs compared."""
+"""The step times of two runs compared."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 
-from hvdtrain.compare.step_times import Comparison, compare, to_text
+from hvdtrain.__main__ import main
+from hvdtrain.compare.comparison import Row
+from hvdtrain.compare.step_times import step_rows
+from hvdtrain.compare.view import is_significant
 from hvdtrain.timeline.analysis.analyse import analyse
 from hvdtrain.timeline.analysis.analysis import Analysis
+from tests.support.gallery import Gallery
 from tests.support.step_tables import Floats, noise, run_of, table_of
 from tests.support.timelines import Turn, trace_of
+
+TRACES = Path(__file__).parents[1] / "timeline/traces"
 
 
 def _analysed(forward: float = 0.0, late: float = 0.0, seed: int = 0, ranks: int = 4) -> Analysis:
@@ -22,38 +30,40 @@ def _analysed(forward: float = 0.0, late: float = 0.0, seed: int = 0, ranks: int
     return analyse(run_of(table_of(work, more_ms={"forward": more})))
 
 
-def _compared(seed: int = 0, **b: Any) -> Comparison:
-    common = {"optimizer": {"lr": 0.1}}
-    options = [{**common, "run_dir": n, "parallel": {"compression": c}} for n, c in (("a", "none"), ("b", "fp16"))]
-    return compare(_analysed(seed=seed), _analysed(seed=seed + 1000, **b), *options)
+def _compared(seed: int = 0, **b: Any) -> dict[str, Row]:
+    return {row.figure: row for row in step_rows([_analysed(seed=seed), _analysed(seed=seed + 1000, **b)])}
+
+
+def _changed(row: Row) -> bool:
+    return is_significant(row.differences[1])
 
 
 def test_a_changed_part_is_distinguished_from_noise() -> None:
-    found = _compared(forward=3.0)
-    rows = {row.name: row for row in found.rows}
+    rows = _compared(forward=3.0)
     for name, within in (("step", 0.2), ("forward", 0.1)):
-        assert not rows[name].is_noise and rows[name].difference.value == pytest.approx(3.0, abs=within)
+        found = rows[name].differences[1]
+        assert _changed(rows[name]) and found and found.value == pytest.approx(3.0, abs=within)
     assert "late ranks" not in rows
-    text = to_text(found)
-    assert "* forward" in text and "--parallel.compression  none -> fp16" in text and "run_dir" not in text
 
 
 def test_the_same_twice_is_noise_nearly_always() -> None:
-    rows = [row for seed in range(20) for row in _compared(seed).rows]
-    assert np.mean([not row.is_noise for row in rows]) < 0.12
+    rows = [row for seed in range(20) for row in _compared(seed).values()]
+    assert np.mean([_changed(row) for row in rows]) < 0.12
 
 
 def test_a_late_rank_of_one_of_two_runs_is_reported() -> None:
-    (row,) = [row for row in _compared(late=4.0).rows if row.name == "late ranks"]
-    assert not row.is_noise and row.difference.value == pytest.approx(row.b.value)
+    row = _compared(late=4.0)["late ranks"]
+    assert _changed(row) and row.differences[1] and row.differences[1].value == pytest.approx(row.values[1])
 
 
-def test_unlike_sizes_are_said_and_json_holds_all() -> None:
-    found = _compared(forward=1.0, ranks=2)
-    assert any("a has 4 ranks, b has 2" in note for note in found.notes)
-    plain = orjson.loads(orjson.dumps(found))
-    assert [row["name"] for row in plain["rows"]] == [row.name for row in found.rows]
-    assert plain["options"] == {"parallel.compression": ["none", "fp16"]}
+def test_a_run_without_steps_is_left_out() -> None:
+    rows = {row.figure: row for row in step_rows([_analysed(), None, _analysed(forward=3.0)])}
+    assert rows["step"].values[1] is rows["step"].differences[1] is None and _changed_of(rows["step"], 2)
+    assert not list(step_rows([None, _analysed()])) and not list(step_rows([_analysed(), None]))
+
+
+def _changed_of(row: Row, column: int) -> bool:
+    return is_significant(row.differences[column])
 
 
 def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> None:
@@ -61,13 +71,25 @@ def test_a_run_without_a_timeline_is_compared_by_the_exchange_as_a_whole() -> No
     turns = [Turn("g", float(t), {"MPI_ALLREDUCE": 3000.0}) for t in table.ready_us.max(axis=0)[20:40]]
     runs = [run_of(table), run_of(table, horovod=[trace_of(turns)])]
     for a, b in (runs, runs[::-1]):
-        rows = {row.name: row for row in compare(analyse(a), analyse(b), {}, {}).rows}
-        assert "transfer" not in rows and all(row.is_noise for row in rows.values())
-        assert rows["exchange"].a.value == pytest.approx(rows["exchange"].b.value) == 4.0
-    same = {row.name for row in compare(analyse(runs[1]), analyse(runs[1]), {}, {}).rows}
+        rows = {row.figure: row for row in step_rows([analyse(a), analyse(b)])}
+        assert "transfer" not in rows and not any(map(_changed, rows.values()))
+        assert rows["exchange"].values == pytest.approx([4.0, 4.0])
+    same = {row.figure for row in step_rows([analyse(runs[1]), analyse(runs[1])])}
     assert "transfer" in same and "exchange" not in same
 
 
-def test_options_of_what_has_no_config_are_not_known() -> None:
-    compared = compare(_analysed(), _analysed(), {}, {"seed": 1})
-    assert "options: unknown" in to_text(compared) and compared.options is None
+def test_two_timelines_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    both = [str(TRACES / f"training{which}.json.gz") for which in ("", "-4-ranks-gloo")]
+    assert main(["compare", *both]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"step +[\d.]+ +[\d.]+ [+-][\d.]+\*?\n", shown) and re.search(r"ranks +2 +4\n", shown)
+    assert main(["compare", *both, "--json", "--fail_if", "step_ms > 0 * base and transfer_ms >= 0"]) == 1
+    found = orjson.loads(capsys.readouterr().out)
+    assert found["rows"][0]["figure"] == "step" and found["figures"][0]["step_ms"] > 0
+
+
+def test_runs_are_compared_by_their_steps_too(gallery: Gallery, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(gallery["two"].run)
+    assert main(["compare", run, run]) == 0
+    shown = capsys.readouterr().out
+    assert "milliseconds of a step" in shown and "  backward " in shown and "+0.0" in shown

@@ -80,7 +80,7 @@ ROWS: list[tuple[str, int, str, str]] = [
     ("timeline report good.json --log fifo", 1, "TraceError", "fifo"),
     ("timeline report good.json --html folder", 1, "TraceError", "folder"),
     ("timeline report good.json --fail_if \"__import__('os')\"", 2, "ConfigError", "--fail_if"),
-    ("timeline diff good.json fifo", 1, "TraceError", "fifo"),
+    ("compare good.json fifo", 1, "TraceError", "good.json"),
     ("compare run fifos", 1, "TraceError", "fifos"),
     ("compare run run --fail_if 'loss > eval(base)'", 2, "ConfigError", "--fail_if"),
     ("timeline merge fifo -o out.json", 1, "TraceError", "fifo"),

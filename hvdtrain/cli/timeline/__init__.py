@@ -11,7 +11,6 @@ from hvdtrain.cli.parser import run_group
 COMMANDS = {
     "report": "explain a run or any Horovod Timeline: step time by part, stragglers, findings",
     "merge": "merge the traces of all ranks, for ui.perfetto.dev and chrome://tracing",
-    "diff": "compare two runs",
     "hosts": "name the hosts and GPUs that slowed jobs, over all starts of runs",
     "watch": "say what slows a run while it runs",
     "whatif": "predict the step time with other ranks, links, buckets or compression",
