@@ -48,6 +48,11 @@ def differing(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
 
 
+def differing_options(options: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the options that differ, by dotted name, without those that say where a run is."""
+    return {name: values for name, values in differing(options).items() if name not in ("run_dir", "resume")}
+
+
 def _identity(run: RunRecord) -> list[Any]:
     """Return what changes the losses of a run, or its speed, except its seed."""
     of_training = (name for name in run.options if name not in _NOT_OF_TRAINING and not name.startswith("observe."))
@@ -110,9 +115,9 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
                 expected="runs of one task, or with equal names of metrics",
                 found=f"tasks {' in '.join(base.task)} and {' in '.join(other.task)}",
             )
-    options = differing([column[0].options for column in columns])
-    for name in ("run_dir", "resume", *(["seed"] if any(len(column) > 1 for column in columns) else [])):
-        options.pop(name, None)
+    options = differing_options([column[0].options for column in columns])
+    if any(len(column) > 1 for column in columns):
+        options.pop("seed", None)
     return Comparison(
         columns=[[str(run.path) for run in column] for column in columns],
         states=["; ".join(dict.fromkeys(run.state for run in column)) for column in columns],

@@ -129,7 +129,7 @@ class Stream:
         """Return the order of the data set's samples."""
         return sample_order(self.dataset, training_samples(self.dataset), self.seed)
 
-    def indexed(self) -> Dataset[Any]:
+    def indexed(self) -> Any:
         """Return the data set; an iterable one by position, from `data_state` on."""
         if not is_iterable(self.dataset):
             return self.dataset
@@ -175,7 +175,7 @@ class Seeded(Dataset[Any]):
     A key is a seed, then the indices of a micro-batch.
     """
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getitems__(self, key: list[int]) -> HostBatch:

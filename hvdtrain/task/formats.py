@@ -33,13 +33,13 @@ class Row(NamedTuple):
     values: Any
     place: str  # file and line
     broken: str = ""
-    end: int = 0  # where reading can go on after it: bytes of lines, or a number of rows
+    end: int = 0  # where reading can continue after it: bytes of lines, or a number of rows
 
 
 def read_rows(file: SourceFile, fields: Collection[str], begin: int = 0) -> Iterator[Row]:
     """Yield the rows with these fields, such as ``meta.text``, or all fields. An unknown ending means JSONL.
 
-    `begin`: 0, or the end of the row after which to go on.
+    `begin`: 0, or the end of the row after which to continue.
 
     Errors: DataError: the file cannot be read.
     """
@@ -81,7 +81,8 @@ def _lines(stream: BinaryIO, path: str, begin: int = 0) -> Iterator[Row]:
     number, end = 0, begin
     after = f" after byte {begin:,}" if begin else ""
     try:
-        stream.seek(begin)
+        if begin:
+            stream.seek(begin)
     except (OSError, ValueError):  # it can only be read
         while begin > 0 and (skipped := stream.read(min(begin, _STEP_BYTES))):
             begin -= len(skipped)
@@ -179,5 +180,5 @@ FORMATS: Mapping[str, Callable[[BinaryIO, str, Collection[str], int], Iterator[R
 }
 """Readers by the ending of a file's name, before that of a compression.
 
-They get a stream, its name, the fields that are needed (all, if empty), and the end of the row to go on after.
+They get a stream, its name, the fields that are needed (all, if empty), and the end of the row to continue after.
 """

@@ -3,7 +3,7 @@
 The text is an endless stream of documents, pass after pass, with the files of each pass in another order. The sizes of
 documents cut it into units. Whichever process of a host needs a unit first tokenizes it, for all of them. Samples are
 windows of the tokens, shuffled within blocks. So what a position holds depends on the options only, not on the number
-of ranks, and reading goes on at any block from the place of its first unit.
+of ranks, and reading continues at any block from the place of its first unit.
 
 datasets, MosaicML Streaming and litdata divide the files among ranks: the order then depends on their number.
 """
@@ -42,7 +42,6 @@ _SHUFFLED_TOKENS = 1 << 22
 """Tokens of a block. The next block is tokenized ahead of what is read."""
 _KEPT_BLOCKS = 2
 """How far behind another rank of its host a rank finds units; then it tokenizes them again."""
-_NEXT = "next.json"
 
 
 class _Place(NamedTuple):
@@ -175,16 +174,12 @@ class StreamedWindows:
                 self._reader.submit(self._read_ahead, end)
 
     def _unit(self, place: _Place) -> _Unit:
-        def is_whole(folder: Path) -> bool:
-            return (folder / _NEXT).exists() and TokenFile.load(folder) is not None
-
         key = hashlib.sha256(repr([self._text.key, self._seed, _UNIT_BYTES, *place]).encode()).hexdigest()[:24]
-        folder = once_per_host("streamed", key, lambda it: self._write(it, place), is_whole)
-        try:
-            file, end = TokenFile.load(folder), _Place(*json.loads((folder / _NEXT).read_bytes()))
-            return _Unit(place, end, folder, file.map()) if file else self._unit(place)
-        except FileNotFoundError:  # a rank that is far ahead has just removed it
-            return self._unit(place)
+        folder = once_per_host("streamed", key, lambda it: self._write(it, place), lambda it: bool(TokenFile.load(it)))
+        if file := TokenFile.load(folder):
+            with suppress(FileNotFoundError):
+                return _Unit(place, _Place(place.tokens + file.train, *json.loads(file.note)), folder, file.map())
+        return self._unit(place)  # a rank that is far ahead has just removed it
 
     def _write(self, folder: Path, place: _Place) -> None:
         if self._at != place:
@@ -205,6 +200,6 @@ class StreamedWindows:
                 yield Document(pieces(document), document.name)
 
         encoder = self._text.encoder
-        file = write_tokens(folder, encoder.encode(documents()), None, tail=0.0, vocabulary=encoder.vocabulary())
+        about: Any = {"tail": 0.0, "vocabulary": encoder.vocabulary(), "note": lambda: json.dumps(end[1:])}
+        file = write_tokens(folder, encoder.encode(documents()), None, **about)
         self._at = end._replace(tokens=place.tokens + file.train)
-        (folder / _NEXT).write_text(json.dumps(self._at))

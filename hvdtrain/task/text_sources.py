@@ -136,7 +136,7 @@ class Documents:
         return (document for file in self.files for document, _ in self.read(file, skipped))
 
     def read(self, file: SourceFile, skipped: Skipped, begin: int = 0) -> Iterator[tuple[Document, int]]:
-        """Yield the documents of a file, each with its end: reading goes on there, by `begin`.
+        """Yield the documents of a file, each with its end: reading continues there, by `begin`.
 
         Errors: DataError: a document cannot be read, and may not be left out.
         """

@@ -116,7 +116,7 @@ def test_another_seed_is_another_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_reading_goes_on_at_a_place(tmp_path: Path, ending: str, cache: Path, encoded: list[str]) -> None:
+def test_reading_continues_at_a_place(tmp_path: Path, ending: str, cache: Path, encoded: list[str]) -> None:
     """On another host, too: only what follows is tokenized."""
     files(tmp_path / "in", ending)
     text = stream(tmp_path / "in")

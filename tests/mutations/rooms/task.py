@@ -68,7 +68,7 @@ MUTATIONS: Table = {
         ),
     },
     ("task/formats.py", "tests/task/test_formats.py"): {
-        "an error names the line before": ("    number = 0\n    while line", "    number = -1\n    while line"),
+        "an error names the line before": ("number, end = 0, begin", "number, end = -1, begin"),
     },
     ("task/encode.py", "tests/task/test_tokenizer_and_dataset.py"): {
         "the place of a wrong byte does not count earlier pieces of its line": (
