@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -28,6 +29,14 @@ RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some"):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for function, all_of_it in variants.items():
+        (count,) = all_of_it[0].get_closest_marker("some").args  # type: ignore[union-attr]
+        for item in random.Random(function).sample(all_of_it, max(0, len(all_of_it) - count)):  # always the same
+            item.add_marker(pytest.mark.slow)
     for item in items:
         if item.nodeid.startswith(OF_HOSTS):
             item.add_marker(pytest.mark.slow)

@@ -45,6 +45,7 @@ def _evaluate(run: Path, size: int, *options: str, one_by_one: bool = True, spli
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-weights"])
 @pytest.mark.parametrize("split", ["heldout", "train"])
+@pytest.mark.some(2)
 def test_any_number_of_ranks_finds_the_same_bits(run: Path, split: Split, precision: str) -> None:
     one, *others = (_evaluate(run, size, f"--precision={precision}", split=split) for size in (1, 2, 3))
     assert all(other == one for other in others)

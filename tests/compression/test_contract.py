@@ -30,6 +30,7 @@ def test_solo(compression: Compression, clause: Callable[[Comm, Compression], No
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda c: c.__name__)
 @EVERY
+@pytest.mark.some(144)
 def test_threads(compression: Compression, clause: Callable[[Comm, Compression], None], size: int) -> None:
     on_ranks(size, lambda comm: clause(comm, compression))
 
@@ -129,6 +130,7 @@ _STEPS, _LR = 500, 0.01
 
 
 @EVERY
+@pytest.mark.some(3)
 def test_training_gets_as_far_as_without(compression: Compression) -> None:
     """To a thousandth of the variance of the targets, whatever travels; without compression, to (1 - lr)^(2 steps)."""
     assert _loss(compression, 3) < 1e-3

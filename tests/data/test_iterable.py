@@ -118,6 +118,7 @@ def test_any_number_of_ranks_gives_the_same_batches(kind: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
+@pytest.mark.slow
 def test_one_loader_process_reads() -> None:
     assert equal(draw(Divided(), 1, steps=3)[0], draw(Divided(), 1, steps=3, workers=3)[0])
 

@@ -60,6 +60,7 @@ def _parsed(*options: str) -> tuple[RunConfig, partial[Task]]:
         (BLOCKS, 4, ("--parallel.engine=fsdp", "--parallel.dp_shard=2", "--precision=bf16-weights")),
     ],
 )
+@pytest.mark.some(2)
 def test_a_prediction_is_what_tensors_with_values_take(
     task: tuple[str, ...], size: int, options: tuple[str, ...]
 ) -> None:

@@ -138,6 +138,7 @@ def test_a_script_that_was_cut_off_does_nothing(machine: Machine) -> None:
         assert "checking" not in done.stdout and not machine.venv.exists()
 
 
+@pytest.mark.slow
 def test_it_installs_from_its_own_folder_alone(machine: Machine) -> None:
     config = machine.folder / ".config" / "pip"
     config.mkdir(parents=True)

@@ -38,6 +38,7 @@ def stop(job: FakeJob, after: str) -> None:
 
 
 @pytest.mark.parametrize("deed", ["kill:0", "raise:1", "hang:0"])
+@pytest.mark.some(1)
 def test_a_dead_rank_is_replaced(tmp_path: Path, deed: str) -> None:
     options = (*TWO, "--hang-timeout", "1", "--events", "events")
     with FakeJob(tmp_path, *options, "--", FOR_EVER, f"{deed}:20") as job:

@@ -91,6 +91,7 @@ def test_a_script_starts_the_given_command(target: str, mpi: jobs.Mpi | None, tm
 
 
 @pytest.mark.parametrize("name", [name for name, (target, _) in JOBS.items() if target == "mpijob"])
+@pytest.mark.some(1)
 def test_the_operator_takes_a_manifest_and_hands_on_its_words(name: str) -> None:
     _, job = JOBS[name]
     manifest = yaml.safe_load(str(TARGETS["mpijob"].render(replace(job, arguments=(*AWKWARD, "$(HOME)")))))

@@ -89,6 +89,7 @@ PLANS = {
         ("ranks leave, neighbours too, and join", "gradients", "AdamW", "int8"),
     ],
 )
+@pytest.mark.some(2)
 def test_laws_1_and_4(name: str, shard: str, optimizer: str, compression: str, alone: Alone, tmp_path: Path) -> None:
     """Commits are taken with checkpoints, every 5 steps; a killed rank loses the steps since then."""
     rounds = train_divided(tmp_path, *PLANS[name], shard=shard, optimizer=optimizer, compression=compression)

@@ -98,6 +98,7 @@ def test_law_2_resumed_equals_uninterrupted_bit_for_bit(size: int, whole: dict[i
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("compression", ["fp16", "int8", "powersgd:2", "topk:0.1"])
+@pytest.mark.some(3)
 def test_law_2_holds_with_compression_where_both_save(compression: str, size: int, tmp_path: Path) -> None:
     """A save evens out over the ranks what they carry on: so it does in the run that was not interrupted."""
     options = [*SHORT, f"--parallel.compression={compression}", "--checkpoint.every=4"]

@@ -53,6 +53,7 @@ def _same(found: Recorded, expected: Recorded) -> None:
         *((each, size) for each in ("optimizer", "gradients") for size in (2, 3, 4)),
     ],
 )
+@pytest.mark.some(4)
 def test_law_12_any_number_of_ranks_has_the_bits_of_one(shard: str, size: int, one: One, tmp_path: Path) -> None:
     options = (*RAGGED, "--dropout=0.1") if shard == "none" else RAGGED
     _same(record(tmp_path, *options, f"--parallel.shard={shard}", size=size), one(*options))
@@ -80,6 +81,7 @@ def test_law_12_is_not_trivial(option: str, one: One, tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.some(3)
 def test_law_12_holds_for_optimizers_schedules_and_formats(options: tuple[str, ...], one: One, tmp_path: Path) -> None:
     on_one = tuple(option for option in options if "offload" not in option)
     _same(record(tmp_path, *options, "--parallel.shard=optimizer", size=3), one(*on_one))

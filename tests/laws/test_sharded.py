@@ -124,6 +124,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 @pytest.mark.parametrize(("size", "options"), [(2, SHORT), (3, LANGUAGE), (5, LANGUAGE)])
+@pytest.mark.some(2)
 def test_law_1_with_dropout_and_uneven_micro_batches(
     size: int, options: tuple[str, ...], shard: str, alone: Alone, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     ("compression", "shard", "precision"),
     [*((name, "optimizer", "fp32") for name in NAMES), ("int8", "gradients", "fp16"), ("fp16", "gradients", "fp16")],
 )
+@pytest.mark.some(2)
 def test_the_curve_is_near_that_without_compression(
     compression: str, shard: str, precision: str, exact: Recorded, tmp_path: Path
 ) -> None:
@@ -43,6 +44,7 @@ def test_the_curve_is_near_that_without_compression(
 
 
 @pytest.mark.parametrize(("compression", "size"), [*((name, 2) for name in NAMES), ("int8", 3)])
+@pytest.mark.some(1)
 def test_law_2_against_a_run_without_a_save(compression: str, size: int, tmp_path: Path) -> None:
     options = (*LANGUAGE, "--parallel.shard=gradients", f"--parallel.compression={compression}", "--checkpoint.every=3")
     whole = record(tmp_path / "whole", *options, "--checkpoint.every=0", size=size)

@@ -261,6 +261,7 @@ PLANS = {
 
 @pytest.mark.parametrize("method", [pytest.param("diloco", marks=pytest.mark.slow), "streaming", "sparseloco"])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.some(2)
 def test_ranks_that_are_killed_leave_and_join_change_nothing(
     plan: str, method: str, alone: Alone, tmp_path: Path
 ) -> None:

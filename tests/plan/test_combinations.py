@@ -70,6 +70,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 @pytest.mark.parametrize("options", TOGETHER, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.some(8)
 def test_what_goes_together_trains(options: Mapping[str, Any], tmp_path: Path, plain: float) -> None:
     """As one rank does, but for workers and for compressions that lose much, which learn otherwise."""
     assert not refused(options)

@@ -117,6 +117,7 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("store", ["memory", "file", "http"])
 @pytest.mark.parametrize("name", ["{}.jsonl", "{}.parquet", "{}.csv.zst", "{}.txt.gz"])
+@pytest.mark.some(4)
 def test_a_store_has_the_same_documents_and_what_changes_there_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: str, store: str, name: str
 ) -> None:

@@ -80,6 +80,7 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.some(1)
 def test_what_is_exported_as_dcp_returns_bit_for_bit(run: Path, tmp_path: Path) -> None:
     assert export([str(run), str(tmp_path / "out"), "--format=dcp"]) == 0
     _assert_equal(_state(f"dcp:{tmp_path / 'out'}"), expected := _state(run))
@@ -152,6 +153,7 @@ def state() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__[1:])
+@pytest.mark.some(2)
 def test_weights_of_other_trainers(
     write: Callable[[dict[str, Tensor], Path], str], state: dict[str, Tensor], tmp_path: Path
 ) -> None:

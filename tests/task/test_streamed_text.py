@@ -116,6 +116,7 @@ def test_another_seed_is_another_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.some(4)
 def test_reading_continues_at_a_place(tmp_path: Path, ending: str, cache: Path, encoded: list[str]) -> None:
     """On another host, too: only what follows is tokenized."""
     files(tmp_path / "in", ending)

@@ -197,6 +197,7 @@ def test_the_formula(sigmoid: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--memory.checkpointing=selective",), ("--parallel.shard=gradients",)])
+@pytest.mark.some(1)
 def test_parameters_do_not_depend_on_ranks_and_micro_batches(
     options: tuple[str, ...], trained: Callable[..., Recorded]
 ) -> None:

@@ -22,6 +22,7 @@ from tests.support.thread_job import train_on_threads
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "shard"), [(2, "none"), (4, "none"), (3, "optimizer")])
+@pytest.mark.some(3)
 def test_a_flipped_bit_is_found_and_changes_nothing(kind: str, size: int, shard: str, tmp_path: Path) -> None:
     options, wrong = (*CHECKED, f"--parallel.shard={shard}"), size - 1
     clean = train_flipped(tmp_path / "clean", *options[:1], options[-1], size=size)

@@ -60,6 +60,7 @@ def _trained(folder: Path, *options: str, size: int, turned: bool) -> list[dict[
     ("size", "compression", "optimizer"),
     [(1, "none", "adamw"), (3, "none", "sgd"), (2, "none", "adafactor"), (2, "fp16", "sgd"), (2, "int8", "sgd")],
 )
+@pytest.mark.some(2)
 def test_strides_change_nothing(size: int, compression: str, optimizer: str, tmp_path: Path) -> None:
     """Also after a resume, for which the state of the optimizer is read from a file."""
     how = {"optimizer.name": optimizer, "optimizer.lr": LR[optimizer], "parallel.compression": compression}
@@ -103,6 +104,7 @@ def _kinds(_rank: int, own: Callable[[nn.Module], torch.optim.Optimizer] | None 
     ],
     ids=["sgd", "int8", "nesterov"],
 )
+@pytest.mark.some(1)
 def test_complex_parameters_and_sparse_gradients(own: Any, options: tuple[str, ...], tmp_path: Path) -> None:
     """One rank trains as two do, and a resumed run as an uninterrupted one, bit for bit. SGD's momentum is sparse."""
 

@@ -59,6 +59,7 @@ def _equal(one: Recorded, other: Recorded) -> None:
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("vectors", 24), ("images", 20), ("plain", 10)])
+@pytest.mark.some(1)
 def test_law_1_holds_where_ranks_times_micro_batch_is_equal(kind: str, batch: int, tmp_path: Path) -> None:
     """A last micro-batch may be shorter, or missing on some ranks, which then have no part in statistics."""
     one = _train(tmp_path / "one", 1, 8, batch=batch, kind=kind, sync=False)

@@ -219,6 +219,7 @@ def _moved(line: list[Any], side: int, by: int) -> None:
 @pytest.mark.parametrize("how", CORRUPTIONS)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), stretches=STRETCHES, by=st.integers(1, 5))
+@pytest.mark.some(5)
 def test_any_single_thing_that_is_wrong_is_found(
     how: str, data: st.DataObject, stretches: list[Stretch], by: int
 ) -> None:

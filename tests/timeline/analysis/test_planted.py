@@ -91,6 +91,7 @@ def test_ranks_on_several_hosts_do_not_hide_each_other() -> None:
 
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
 @pytest.mark.parametrize(("ranks", "count"), [(3, 1), (4, 1), (8, 1), (16, 3), (64, 1)])
+@pytest.mark.some(5)
 def test_where_most_ranks_are_slow_the_fast_ones_are_named(ranks: int, count: int, kind: str) -> None:
     for seed in range(3):
         work = _work(ranks, 320, kind, seed)

@@ -48,6 +48,7 @@ def _planted(quiet: Floats, rank: int, ms: float) -> tuple[Floats, float]:
     [("gaussian", 150, 0.03), ("heavy", 150, 0.03), ("lasting", 600, 0.03), ("heavy", 20, 0.005)],
 )
 @pytest.mark.parametrize("ranks", [2, 4, 16, 32])
+@pytest.mark.some(6)
 def test_a_rank_that_is_late_by_a_tenth_is_named_with_what_it_costs(
     ranks: int, kind: str, steps: int, noise_share: float
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_rank_that_is_late_by_a_tenth_is_named_with_what_it_costs(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "steps", "late"), [(2, 20, 0), (4, 30, 0), (4, 30, 1), (16, 40, 0), (16, 40, 5)])
+@pytest.mark.some(5)
 def test_noise_names_no_rank_beside_those_that_are_late(ranks: int, steps: int, late: int, kind: str) -> None:
     named = 0
     for seed in range(50):
