@@ -63,9 +63,11 @@ class ReadBytes:
     def reading(self, stream: Any, size_bytes: int) -> Iterator[None]:
         """Count a file as read at the end."""
         self._stream = stream
-        yield
-        self._stream = None
-        self._done += size_bytes
+        try:
+            yield
+            self._done += size_bytes
+        finally:
+            self._stream = None
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,7 @@ class _Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedText:
-    """Files as a stream of samples of seq_len + 1 ids, which overlap in one id.
-
-    `key`: a hash of what changes the tokens, on this host.
-    """
+    """Files as a stream of samples of seq_len + 1 ids, which overlap in one id. `key`: a hash of what changes them."""
 
     documents: Documents
     encoder: Encoder

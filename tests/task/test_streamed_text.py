@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,6 +108,14 @@ def test_samples_are_those_of_the_documents_pass_after_pass(tmp_path: Path, endi
     expected = blocks(ids, count)
     assert [set(found[i : i + 20]) for i in range(0, len(found), 20)] == expected
     assert count > 5 and found[:20] != [tuple(ids[i * L : (i + 1) * L + 1]) for i in range(20)]
+
+
+def test_loader_processes_read_the_same(tmp_path: Path) -> None:
+    """The field is guessed, and what read it is closed."""
+    files(tmp_path / "in")
+    windows = stream(tmp_path / "in").by_position(3, {})
+    copied: StreamedWindows = pickle.loads(pickle.dumps(windows))
+    assert samples(copied, 0, 30) == samples(windows, 0, 30)
 
 
 def test_another_seed_is_another_order(tmp_path: Path) -> None:
