@@ -1,10 +1,11 @@
 """How fast are text and tokens read, next to peers, and how soon does a run go on in the middle of an epoch?
 
 Documents of Python's standard library in one Parquet file, a BPE tokenizer made of them, windows of 128 tokens. Loops
-take turns, each in a process of its own with one thread (data_loops.py). `data/parquet/WHO`: tokenised in the loop, for
-ours into its cache and then read; `data/prepared/WHO`: read from each one's own format of the same tokens. The figures
-are tokens a second; `data/parquet_over_best_peer` and `data/prepared_over_best_peer` the median over rounds of ours
-over the best peer of the round. `data/resume_s/WHO`: seconds to the first batch after a resume at 90% of an epoch.
+take turns, each in a process of its own with one thread (data_loops.py). The figures are tokens a second:
+`data/parquet/WHO`, tokenised in the loop, for ours into its cache and then read; `data/streamed/ours`, by
+--data.streaming; `data/prepared/WHO`, read from each one's own format of the same tokens. `data/parquet_over_best_peer`
+and the like are the median over rounds of ours over the best peer of the round. `data/resume_s/WHO`: seconds to the
+first batch after a resume at 90% of an epoch; `data/resume_streamed_s/ours` on a host that has none of the tokens yet.
 
 Peers: datasets (Hugging Face), streaming (MosaicML) and litdata; one that is not installed, or fails, is named:
 
@@ -70,6 +71,7 @@ def measure(quick: bool) -> list[Figure]:
         base |= {"PYTHONPATH": f"{HERE.parent}", "XDG_CACHE_HOME": f"{name}/cache"}
         ready = [who for who in ("ours", *PEERS) if run(f"prepare/{who}", folder, base) is not None]
         loops = ["parquet/ours", "parquet/hf", *(f"prepared/{who}" for who in ready), "resume/ours", "resume/hf"]
+        loops += ["streamed/ours", "resume_streamed/ours"]
         for round_number in range(1 if quick else ROUNDS):
             for loop in loops:
                 own = base | {"XDG_CACHE_HOME": f"{name}/cache-{round_number}"} if loop == "parquet/ours" else base
@@ -79,12 +81,12 @@ def measure(quick: bool) -> list[Figure]:
     figures = []
     for loop, values in found.items():
         what, _, who = loop.partition("/")
-        is_resume = what == "resume"
+        is_resume = loop.startswith("resume")
         figures.append(
-            figure(f"data/{'resume_s' if is_resume else what}/{who}", values, "s" if is_resume else "tokens/s")
+            figure(f"data/{f'{what}_s' if is_resume else what}/{who}", values, "s" if is_resume else "tokens/s")
         )
-    for what in ("parquet", "prepared"):
-        peers = [found[f"{what}/{peer}"] for peer in PEERS if f"{what}/{peer}" in found]
+    for what, of_peers in (("parquet", "parquet"), ("streamed", "parquet"), ("prepared", "prepared")):
+        peers = [found[f"{of_peers}/{peer}"] for peer in PEERS if f"{of_peers}/{peer}" in found]
         best = max(peers, key=median, default=None)
         if best is not None and f"{what}/ours" in found:
             ratios = [mine / other for mine, other in zip(found[f"{what}/ours"], best, strict=False)]

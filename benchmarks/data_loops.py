@@ -2,16 +2,20 @@
 
 LOOP is WHAT/WHO. `parquet`: documents of FOLDER/text.parquet are tokenised, packed into windows and batched, from
 nothing; `prepared`: each one's own format of the same tokens is read, shuffled and batched; `prepare`: that is made,
-and not timed; `resume`: the time to the first batch at nine tenths of an epoch. All in one thread.
+and not timed; `resume`: the time to the first batch at nine tenths of an epoch. `streamed` and `resume_streamed`: the
+same as `parquet` and `resume` by --data.streaming, on a host that has no tokens yet. All in one thread.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from itertools import chain, islice
 from pathlib import Path
@@ -53,6 +57,31 @@ def ours(folder: Path, seq_len: int, share: float = 0.0) -> Iterator[Any]:
     first = int(share * steps)
     for batch in train_batches(made, first * BATCH, steps - first, LoaderConfig(), None, on_cuda=False):
         yield batch.batch
+
+
+def streamed(folder: Path, seq_len: int, share: float = 0.0) -> Result:
+    """As many batches as an epoch has, or the first one after a part of it: the place is as in a checkpoint."""
+    from hvdtrain.config.schema import LoaderConfig
+    from hvdtrain.data.loader import Stream, train_batches
+    from hvdtrain.task.corpus import open_corpus
+
+    _, steps = stream(folder, seq_len)  # of the prepared tokens
+    first, place = int(share * steps), {}
+    if first:
+        read = open_corpus(replace(config(folder, seq_len), streaming=True)).train.by_position(0, {})
+        read[first * BATCH]
+        read.note_place()
+        place = json.loads(read.state())
+    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "hvdtrain/streamed", ignore_errors=True)
+
+    def batches() -> Iterator[Any]:
+        train = open_corpus(replace(config(folder, seq_len), streaming=True)).train
+        made = Stream(train, 0, BATCH, BATCH, 0, 1, data_state=place)
+        options = LoaderConfig()
+        for batch in train_batches(made, first * BATCH, steps - first, options, None, on_cuda=False):
+            yield batch.batch
+
+    return timed(batches, first=bool(first))
 
 
 def documents(folder: Path, seq_len: int) -> Any:
@@ -173,6 +202,8 @@ LOOPS: dict[str, Callable[[Path, int], Any]] = {
     "prepared/hf": lambda folder, n: timed(lambda: hf_prepared(folder, n)),
     "prepared/mosaic": lambda folder, n: timed(lambda: mosaic(folder, n)),
     "prepared/litdata": lambda folder, n: timed(lambda: litdata(folder, n)),
+    "streamed/ours": streamed,
+    "resume_streamed/ours": lambda folder, n: streamed(folder, n, SHARE),
     "resume/ours": lambda folder, n: timed(lambda: ours(folder, n, SHARE), first=True),
 }
 IMPORTS = {

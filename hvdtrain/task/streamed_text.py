@@ -36,10 +36,10 @@ from hvdtrain.task.token_file import TokenFile, write_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-_UNIT_BYTES = 1 << 21
+_UNIT_BYTES = 1 << 20
 """Text of a unit, unless its last document has more."""
-_SHUFFLED_TOKENS = 1 << 22
-"""Tokens of a block. The next block is tokenized ahead of what is read."""
+_SHUFFLED_TOKENS = 1 << 20
+"""Tokens of a block, which a resume tokenizes first. The next block is tokenized ahead of what is read."""
 _KEPT_BLOCKS = 2
 """How far behind another rank of its host a rank finds units; then it tokenizes them again."""
 

@@ -93,7 +93,7 @@ class TextConfig:
         validation: evaluate on this data, of the same kind as the data to train on, instead of holding some of it out:
             names of files or folders (default: hold out data.heldout)
         streaming: tokenize data.text while training reads it, instead of all before: training begins at once, and the
-            disk holds some million tokens. Files are shuffled in each pass, samples among 4 million tokens. Nothing is
+            disk holds some million tokens. Files are shuffled in each pass, samples among a million tokens. Nothing is
             held out (see data.validation)
         field: field of rows with the text, such as text, or meta.text for the field text in meta (default: text or
             content, otherwise the only one with text)
@@ -177,7 +177,8 @@ def check_data(config: TextConfig) -> None:
             expected="one of them",
             next_step="omit one; null overrides data.validation and data.weights of a config file",
         )
-    if config.streaming and (not config.text or config.weights is not None or config.heldout != TextConfig.heldout):
+    holds_out = config.heldout not in (0.0, TextConfig.heldout)
+    if config.streaming and (not config.text or config.weights is not None or holds_out):
         raise ConfigError(
             "data.streaming streams text, and holds out none",
             expected="data.text, without data.weights and data.heldout",

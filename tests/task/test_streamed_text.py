@@ -238,6 +238,7 @@ def test_options(tmp_path: Path) -> None:
     assert corpora[0].digest == corpora[1].digest and corpora[0].vocabulary == 257
     assert corpora[0].note == "3 files, tokenized while they are read, by field 'text'"
     text = f"{tmp_path}/in/*"
+    assert open_corpus(TextConfig(text=text, heldout=0.0, streaming=True)).heldout is None
     for wrong in ({"tokens": "a.npy"}, {"text": text, "weights": [1.0]}, {"text": text, "heldout": 0.1}, {}):
         with pytest.raises(ConfigError, match=r"data\.streaming streams text"):
             open_corpus(TextConfig(**wrong, streaming=True))
