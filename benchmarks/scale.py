@@ -6,29 +6,39 @@ processes and ssh are left out. `--busy` adds loops that take all cores meanwhil
 
 `scale/sent_gib_N`: what the driver's host, which sends most, sends of the addresses by which N ranks of Gloo find each
 other; counted, by the code of agents and driver. `rendezvous.py` has real agents.
+
+`scale/zero_padding_MODEL_N`: what N ranks hold, and send, of the gradients that --parallel.shard divides, relative to the
+gradients; computed from the shapes of Llama 7B and 70B and of DeepSeek-V3.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from common import Figure, busy, figure, options, report
 from rendezvous import addresses, round_keys
 
+from hvdtrain.compression.sizes import shard_bucket_bytes
 from hvdtrain.launch import driver as driver_module
 from hvdtrain.launch.agent_link import Readers, Relay
 from hvdtrain.launch.driver import Driver
 from hvdtrain.launch.job import Limits
 from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.worker_plan import Starter, WorkerPlan
+from hvdtrain.plan.buckets import assign
+from hvdtrain.plan.shards import divide
 from hvdtrain.runtime.channel import BEAT_S, encode_message
 
 PER_HOST = 8
+BUCKET_MIB = 8
+"""The default between hosts."""
 QUIET_S = 5.0
 """Of heartbeats alone, for the driver's share of a core."""
 
@@ -207,6 +217,37 @@ def sent(size: int) -> Figure:
     return figure(f"scale/sent_gib_{size}", [total / 2**30], "GiB")
 
 
+LAYERS: dict[str, tuple[int, Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]] = {
+    "llama7b": (32, [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008), (4096,), (4096,)], [(32000, 4096)] * 2),
+    "llama70b": (
+        80,
+        [(8192, 8192)] * 2 + [(1024, 8192)] * 2 + [(28672, 8192)] * 2 + [(8192, 28672), (8192,), (8192,)],
+        [(32000, 8192)] * 2,
+    ),
+    "deepseekv3": (
+        58,
+        [(1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384), (256, 7168), (7168,), (7168,)]
+        + [(2048, 7168)] * 2 + [(7168, 2048), (256, 4096, 7168), (256, 7168, 2048)],
+        [(129280, 7168)] * 2,
+    ),
+}  # fmt: skip
+"""Of each model: its number of layers, the shapes of one, and those outside of layers."""
+
+
+def padding(model: str, size: int) -> Figure:
+    """Divide a model's parameters, bucket by bucket."""
+    layers, inside, outside = LAYERS[model]
+    shapes = {str(number): shape for number, shape in enumerate([*inside] * layers + [*outside])}
+    sizes = {name: (4 * math.prod(shape), 0) for name, shape in shapes.items()}
+    total = sum(nbytes for nbytes, _ in sizes.values())
+    limit = shard_bucket_bytes(BUCKET_MIB << 20, total, size, [])
+    held = 0
+    for number, bucket in enumerate(assign(sizes, limit, sizes).buckets):
+        _, segment = divide([shapes[name] for name in bucket], size, 4, [False] * len(bucket), number)
+        held += 4 * segment * size
+    return figure(f"scale/zero_padding_{model}_{size}", [held / total], "ratio")
+
+
 def _waiting(crowd: Crowd) -> bool:
     return any(number == 0 for number in list(crowd.rounds.values()))
 
@@ -227,4 +268,5 @@ if __name__ == "__main__":
     driver_module.AgentLink = FakeLink  # type: ignore[assignment,misc]
     sizes = [64] if arguments.quick else [int(text) for text in arguments.ranks.split(",")]
     with busy(arguments.busy):
-        report([found for size in sizes for found in (*simulate(size), sent(size))], arguments.json)
+        found = [each for size in sizes for each in (*simulate(size), sent(size))]
+        report([*found, *(padding(model, size) for size in sizes for model in LAYERS)], arguments.json)

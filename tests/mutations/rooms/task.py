@@ -67,6 +67,25 @@ MUTATIONS: Table = {
             "skipped = self.skipped",
         ),
     },
+    ("task/streamed_text.py", "tests/task/test_streamed_text.py"): {
+        "a resume reads its file from the beginning": ("documents.skipped, begin)", "documents.skipped, 0)"),
+        "each pass has the files in the same order": ("+ epoch * len(files)", "+ 0 * len(files)"),
+        "samples are in the order of the text": (
+            "sample_indices(positions, self._count, self._seed)",
+            "positions % self._count",
+        ),
+        "a place is that of the last unit": ("if u.place.tokens <= first)", "if u.place)"),
+        "the disk holds all units": ("<= block - _KEPT_BLOCKS", "< 0"),
+        "each rank tokenizes for itself": ("[self._text.key, self._seed,", "[self._text.key, id(self),"),
+    },
+    ("task/formats.py", "tests/task/test_streamed_text.py"): {
+        "a resume of CSV repeats a row": ("if values and number > begin:", "if values and number >= begin:"),
+        "a resume of Parquet repeats rows of its group": ("batch.slice(skipped)", "batch.slice(0)"),
+        "a resume of lines that are compressed reads a line again": ("while begin > 0 and", "while begin > 99 and"),
+    },
+    ("task/source_files.py", "tests/task/test_streamed_text.py"): {
+        "a loader process gets an open file": ("            self._stream = None\n", "            pass\n"),
+    },
     ("task/formats.py", "tests/task/test_formats.py"): {
         "an error names the line before": ("number, end = 0, begin", "number, end = -1, begin"),
     },
