@@ -118,9 +118,10 @@ def test_loader_processes_read_the_same(tmp_path: Path) -> None:
     assert samples(copied, 0, 30) == samples(windows, 0, 30)
 
 
-def test_another_seed_is_another_order(tmp_path: Path) -> None:
-    files(tmp_path / "in")
+def test_another_seed_or_pass_is_another_order(tmp_path: Path) -> None:
+    files(tmp_path / "in", number=8)
     text = stream(tmp_path / "in")
+    assert text.files(3, 0) != text.files(3, 1) != text.files(4, 1)
     assert samples(text.by_position(3, {}), 0, 20) != samples(text.by_position(4, {}), 0, 20)
 
 
