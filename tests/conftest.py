@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -29,20 +30,21 @@ RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("some"):
-            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for function, all_of_it in variants.items():
-        (count,) = all_of_it[0].get_closest_marker("some").args  # type: ignore[union-attr]
-        for item in random.Random(function).sample(all_of_it, max(0, len(all_of_it) - count)):  # always the same
+        if (some := item.get_closest_marker("some")) and not _is_one_of(item, *some.args):
             item.add_marker(pytest.mark.slow)
-    for item in items:
         if item.nodeid.startswith(OF_HOSTS):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("hosts"))
         elif "gallery" in getattr(item, "fixturenames", ()):  # others would wait while one process makes a recording
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _is_one_of(item: pytest.Item, count: int) -> bool:
+    """Whether a test is one of the `count` variants of its function that are not slow: always the same."""
+    total = math.prod(len(mark.args[1]) for mark in item.iter_markers("parametrize"))
+    (place,) = set(item.callspec.indices.values())  # type: ignore[attr-defined]
+    return place in random.Random(item.nodeid.partition("[")[0]).sample(range(total), min(count, total))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
