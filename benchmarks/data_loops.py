@@ -68,7 +68,7 @@ def streamed(folder: Path, seq_len: int, share: float = 0.0) -> Result:
     _, steps = stream(folder, seq_len)  # of the prepared tokens
     first, place = int(share * steps), {}
     if first:
-        read = open_corpus(replace(config(folder, seq_len), streaming=True)).train.by_position(0, {})
+        read = open_corpus(replace(config(folder, seq_len), streaming=True)).train.by_position(0, {}, BATCH)
         read[first * BATCH]
         read.note_place()
         place = json.loads(read.state())

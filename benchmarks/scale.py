@@ -7,8 +7,8 @@ processes and ssh are left out. `--busy` adds loops that take all cores meanwhil
 `scale/sent_gib_N`: what the driver's host, which sends most, sends of the addresses by which N ranks of Gloo find each
 other; counted, by the code of agents and driver. `rendezvous.py` has real agents.
 
-`scale/zero_padding_MODEL_N`: what N ranks hold, and send, of the gradients that --parallel.shard divides, relative to the
-gradients; computed from the shapes of Llama 7B and 70B and of DeepSeek-V3.
+`scale/zero_padding_MODEL_N`: what N ranks hold, and send, where --parallel.shard divides gradients, relative to them;
+computed from the shapes of Llama 7B and 70B and of DeepSeek-V3.
 """
 
 from __future__ import annotations

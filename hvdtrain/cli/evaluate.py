@@ -78,7 +78,7 @@ def _misspelt(made: Parser, training: Sequence[str], error: BaseException) -> Co
     return None
 
 
-def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[dict[str, Any], Callable[[], list[str]]]:
+def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[Any, Callable[[], list[str]]]:
     """Return the values to print, and what makes the lines of --per_sample."""
     from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.compare.comparison import STEPS, Comparison, Row, unknown
+from hvdtrain.compare.comparison import STEPS, Comparison, Row, differing, unknown
 from hvdtrain.errors import TraceError
 from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analyse import analyse
@@ -56,17 +56,10 @@ def step_rows(runs: Sequence[Analysis | None]) -> Iterator[Row]:
 def compare_timelines(paths: Sequence[Path]) -> Comparison:
     """Compare Timelines of Horovod with the first. Errors: TraceError: one cannot be read."""
     found = [analyse(load(path)) for path in paths]
-    sizes = {"ranks": [each.size for each in found]}
-    return Comparison(
-        columns=[[str(path)] for path in paths],
-        states=["a Timeline" if each.budget else "no steps" for each in found],
-        rows=list(step_rows(found)),
-        costs={},
-        options={},
-        versions={},
-        machines=sizes if len(set(sizes["ranks"])) > 1 else {},
-        notes=["a Timeline does not say with which options it was recorded"],
-    )
+    states = ["a Timeline" if each.budget else "no steps" for each in found]
+    sizes = differing([{"ranks": each.size} for each in found])
+    notes = ["a Timeline does not say with which options it was recorded"]
+    return Comparison([[str(path)] for path in paths], states, list(step_rows(found)), {}, {}, {}, sizes, notes)
 
 
 def _pooled(parts: dict[str, Estimate]) -> dict[str, Estimate]:

@@ -22,7 +22,6 @@ _LABELS = {"loss": "training loss", "heldout_loss": "held-out loss"}
 _COSTS = {"seconds": "time of training", "device_hours": "device-hours", "energy_kwh": "energy, kWh", "money": "money",
           "late_percent": "% later than promised"}  # fmt: skip
 _UNKNOWN = "-"
-_ENDS = {SAMPLES: "", STEPS: "_ms"}
 
 _WIDTH = 80
 _LABEL, _CELL = 23, 19
@@ -165,9 +164,9 @@ def _figures(comparison: Comparison) -> list[dict[str, float]]:
     Those at equal samples have the name of the loss or metric, those at equal times end with ``_by_seconds``, and those
     of step times with ``_ms``.
     """
-    by_place = [
-        (re.sub(r"\W", "_", row.figure) + _ENDS.get(row.axis, "_by_seconds"), row.values) for row in comparison.rows
-    ]
+    ends = {SAMPLES: "", STEPS: "_ms"}
+    places = [re.sub(r"\W", "_", row.figure) + ends.get(row.axis, "_by_seconds") for row in comparison.rows]
+    by_place = zip(places, [row.values for row in comparison.rows], strict=True)
     named = [*by_place, *comparison.costs.items()]
     return [
         {name: value for name, values in named if (value := values[column]) is not None}

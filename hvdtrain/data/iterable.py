@@ -12,7 +12,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import orjson
@@ -24,23 +24,12 @@ from torch.utils.data._utils import worker
 from hvdtrain.data.order import mix_seed
 from hvdtrain.errors import DataError
 
-
-@runtime_checkable
-class ByPosition(Protocol):
-    """An iterable data set in which samples near each other can be read in any order."""
-
-    def by_position(self, seed: int, state: dict[str, Any]) -> Any:
-        """Return its samples by position, with `note_place` and `state` as `IterableSamples` has them."""
-
-
 _COMPARED = 4  # samples to compare after a state was loaded
 
 
 def is_iterable(dataset: Any) -> bool:
     """Return whether samples can only be read one after the other."""
-    if isinstance(dataset, ByPosition):
-        return True
-    if hasattr(dataset, "__getitem__") or not hasattr(dataset, "__iter__"):
+    if (hasattr(dataset, "__getitem__") or not hasattr(dataset, "__iter__")) and not hasattr(dataset, "by_position"):
         return isinstance(dataset, IterableDataset)
     return True
 

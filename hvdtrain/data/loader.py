@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hvdtrain.config.schema import LoaderConfig
-from hvdtrain.data.iterable import ByPosition, IterableSamples, is_iterable, seed_generators
+from hvdtrain.data.iterable import IterableSamples, is_iterable, seed_generators
 from hvdtrain.data.loader_processes import batches_of_processes, end_with_rank, signals_blocked
 from hvdtrain.data.mixture import sample_order
 from hvdtrain.data.order import (
@@ -133,8 +133,8 @@ class Stream:
         """Return the data set; an iterable one by position, from `data_state` on."""
         if not is_iterable(self.dataset):
             return self.dataset
-        if isinstance(self.dataset, ByPosition):
-            return self.dataset.by_position(self.seed, self.data_state)
+        if hasattr(self.dataset, "by_position"):
+            return self.dataset.by_position(self.seed, self.data_state, self.global_batch)
         seed, warn = self.seed + _SAMPLE, self.rank == 0
         return IterableSamples(self.dataset, seed, self.micro_batch, self.data_state, warn=warn)
 
@@ -222,10 +222,10 @@ def train_batches(
 ) -> Iterator[HostBatch]:
     """Yield the batches of this rank for `steps` steps from `position` on, in the order of `Stream.step`.
 
-    At most one loader process reads an iterable data set, unless it is `ByPosition`.
+    At most one loader process reads an iterable data set, unless positions are cheap.
     """
     keys = partial(stream.keys, position, steps)
-    if is_iterable(stream.dataset) and not isinstance(stream.dataset, ByPosition):
+    if is_iterable(stream.dataset) and not hasattr(stream.dataset, "by_position"):
         config = replace(config, workers=min(config.workers, 1))
     return iter(Batches(stream.indexed(), keys, config, collate, on_cuda=on_cuda, persistent=False))
 

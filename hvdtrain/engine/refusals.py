@@ -6,7 +6,6 @@ matrices or experts (`engine.styles`), the stages of parameters (`engine.stages`
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -280,13 +279,5 @@ def _stages(parts: EngineParts) -> None:
         raise ConfigError(f"{option} does not support {what}", expected=expected, next_step=next_step, everywhere=True)
 
 
-PARTS: tuple[Callable[[EngineParts], None], ...] = (
-    _ranks,
-    _devices,
-    _parameters,
-    _rows,
-    _optimizer,
-    _sequences,
-    _stages,
-)
+PARTS = (_ranks, _devices, _parameters, _rows, _optimizer, _sequences, _stages)
 """Each refuses what its part of a plan cannot have."""

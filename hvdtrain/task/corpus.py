@@ -16,12 +16,12 @@ from hvdtrain.files import is_url
 from hvdtrain.task.chat import COUNTED, MARKS, chat_source
 from hvdtrain.task.dataset_source import dataset_source
 from hvdtrain.task.encode import ByteEncoder, Encoder, Ids, TokenizerEncoder
-from hvdtrain.task.formats import FORMATS, Skipped
+from hvdtrain.task.formats import FORMATS
 from hvdtrain.task.once_per_host import once_per_host
 from hvdtrain.task.source_files import files_matching, hub_advice
-from hvdtrain.task.streamed_text import StreamedText
+from hvdtrain.task.streamed_text import LARGEST, UNIT_BYTES, StreamedText
 from hvdtrain.task.text_config import TextConfig, check_data
-from hvdtrain.task.text_sources import Documents, Source, has_rows, standard_library, text_source
+from hvdtrain.task.text_sources import Source, has_rows, standard_library, text_source
 from hvdtrain.task.token_file import FORMAT, Rows, TokenFile, Windows, describe_npy, write_tokens
 
 if TYPE_CHECKING:
@@ -108,24 +108,34 @@ def open_corpus(config: TextConfig, own_tokenizer: str | None = None) -> Corpus:
 
 
 def _streamed(config: TextConfig, own_tokenizer: str | None) -> Corpus:
-    files, encoder = files_matching(config.names), _encoder(config, own_tokenizer)
-    documents = Documents(files, config.field, 0.0, Skipped(config.on_error == "skip"))
+    (source,) = _sources(replace(config, heldout=0.0), own_tokenizer, "--data.text")
+    documents, files = source.documents, source.documents.files
+    size = sum(file.size_bytes for file in files)
+    large = [file for file in files if file.size_bytes > LARGEST and not has_rows([file])]
+    if size < UNIT_BYTES or large:
+        raise ConfigError(
+            "--data.streaming is not for this text",
+            expected=f"{UNIT_BYTES:,} bytes or more, and at most {LARGEST:,} in a plain file, which is one document",
+            found=f"{large[0].size_bytes:,} bytes in {large[0].path}" if large else f"{size:,} bytes",
+            next_step="divide it into rows, such as .jsonl" if large else "omit --data.streaming",
+        )
     field = f", by field {documents.name!r}" if has_rows(files) else ""
-    options = [encoder.identity(), config.field, config.on_error]
-    key = hashlib.sha256(json.dumps([FORMAT, options, [file.identity for file in files]]).encode()).hexdigest()
-    train = StreamedText(documents, encoder, config.seq_len, key)
-    same = [[file.name, file.size_bytes, file.version if is_url(file.path) else 0] for file in files]  # on all hosts
-    other = None
-    if config.validation:
-        other = open_corpus(replace(_of_validation(config), streaming=False), own_tokenizer)
+    first = next(documents.read(files[0], documents.skipped), None)
+    same: list[Any] = [[f.name, f.size_bytes, f.version if is_url(f.path) else 0] for f in files]  # on all hosts
+    same += [source.identity[0], config.field, config.on_error, str(first and b"".join(first[0].pieces))]
+    key, digest = (hashlib.sha256(json.dumps([FORMAT, each]).encode()).hexdigest() for each in (source.identity, same))
+    held = replace(_of_validation(config), streaming=False)
+    other = open_corpus(held, own_tokenizer) if config.validation else None
+    if common := {file.path for file in (files_matching(held.names) if other else ())} & set(source.paths):
+        log.warning("--data.validation is trained on, too: %s", listed(sorted(common)))
     return Corpus(
-        train=train,
+        train=StreamedText(documents, source.encoder, config.seq_len, key, digest),
         heldout=other.train if other is not None else None,
-        vocabulary=encoder.vocabulary(),
+        vocabulary=source.vocabulary(),
         nominal_weight=float(config.seq_len),
-        digest=hashlib.sha256(json.dumps([options, same]).encode()).hexdigest(),
-        tokenizer=encoder.files(),
-        end=_end_token(config, encoder.end_id(), []) if config.separate else None,
+        digest=digest,
+        tokenizer=source.tokenizer(),
+        end=_end_token(config, source.end(), []) if config.separate else None,
         note=f"{len(files)} file{'s'[: len(files) > 1]}, tokenized while they are read{field}",
     )
 
@@ -193,18 +203,14 @@ def _windows(name: str, file: TokenFile, config: TextConfig) -> Windows:
 
 
 def _sources(config: TextConfig, own_tokenizer: str | None, option: str) -> list[Source]:
-    encoder = _encoder(config, own_tokenizer)
+    tokenizer = config.tokenizer or own_tokenizer
+    encoder = TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
     if config.dataset:
         return [dataset_source(name, encoder, option, wants_text=bool(config.tokenizer)) for name in config.names]
     if config.text or config.chat:
         groups = [[name] for name in config.names] if config.weights is not None else [config.names]
         return _file_sources(config, groups, encoder, option)
     return [replace(text_source(standard_library(), encoder, config.heldout), name="the standard library")]
-
-
-def _encoder(config: TextConfig, own_tokenizer: str | None) -> Encoder:
-    tokenizer = config.tokenizer or own_tokenizer
-    return TokenizerEncoder(tokenizer) if tokenizer else ByteEncoder()
 
 
 def _file_sources(config: TextConfig, groups: list[list[str]], encoder: Encoder, option: str) -> list[Source]:

@@ -129,6 +129,14 @@ def local_files(paths: Iterable[Path], option: str = "--data.text") -> list[Sour
     return _named(dict(_described(path, option) for path in paths), option)
 
 
+def check_unchanged(file: SourceFile) -> None:
+    """Check that a file is as it was when it was listed. Errors: DataError."""
+    found = _behind_url(file.path, file.option) if is_url(file.path) else [_described(Path(file.path), file.option)]
+    if dict(found).get(file.path) != (file.size_bytes, file.version):
+        what = f"{file.path} has changed while it was trained on"
+        raise DataError(what, expected="the same size and time, or etag", next_step="resume, to train on the new text")
+
+
 def hub_advice(name: str) -> str:
     """Return how to get a data set, if a name looks like one of the Hugging Face Hub, otherwise an empty text."""
     if not _HUB_ID.fullmatch(name) or Path(name).suffix in _FILE_TYPES:

@@ -29,19 +29,17 @@ from hvdtrain.data.order import mix_seed, sample_indices
 from hvdtrain.errors import DataError
 from hvdtrain.task.encode import Document, Encoder, Ids
 from hvdtrain.task.once_per_host import once_per_host
-from hvdtrain.task.source_files import SourceFile
+from hvdtrain.task.source_files import SourceFile, check_unchanged
 from hvdtrain.task.text_sources import Documents
 from hvdtrain.task.token_file import TokenFile, write_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_UNIT_BYTES = 1 << 20
-"""Text of a unit, unless its last document has more."""
+UNIT_BYTES = 1 << 20  # of text, unless the last document has more
+LARGEST = 1 << 26  # bytes of a plain file, which is one document
 _SHUFFLED_TOKENS = 1 << 20
 """Tokens of a block, which a resume tokenizes first. The next block is tokenized ahead of what is read."""
-_KEPT_BLOCKS = 2
-"""How far behind another rank of its host a rank finds units; then it tokenizes them again."""
 
 
 class _Place(NamedTuple):
@@ -62,12 +60,13 @@ class _Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamedText:
-    """Files as a stream of samples of seq_len + 1 ids, which overlap in one id. `key`: a hash of what changes them."""
+    """Files as samples of seq_len + 1 ids. `key`: a hash of what changes them; `digest`: one that hosts share."""
 
     documents: Documents
     encoder: Encoder
     seq_len: int
     key: str
+    digest: str
 
     def files(self, seed: int, epoch: int) -> list[SourceFile]:
         """Return the files in the order of a pass."""
@@ -81,6 +80,7 @@ class StreamedText:
         for epoch in count(place.epoch):
             files, read = self.files(seed, epoch), first + begin
             for number in range(first, len(files)):
+                check_unchanged(files[number])
                 for document, end in self.documents.read(files[number], self.documents.skipped, begin):
                     read += 1
                     yield document, _Place(0, epoch, number, end)
@@ -89,9 +89,9 @@ class StreamedText:
                 raise DataError("the text is empty", expected="text to train on", found="files without a document")
             first = 0
 
-    def by_position(self, seed: int, state: dict[str, Any]) -> StreamedWindows:
-        """Return the samples by position. `state`: a result of `StreamedWindows.state`, read; empty for the start."""
-        return StreamedWindows(self, seed, state)
+    def by_position(self, seed: int, state: dict[str, Any], span: int) -> StreamedWindows:
+        """Return the samples by position from a `state`, read, on; ranks are at most `span` samples apart."""
+        return StreamedWindows(self, seed, state, span)
 
 
 class StreamedWindows:
@@ -100,10 +100,14 @@ class StreamedWindows:
     Errors: DataError: when it is read: a file cannot be read, or there is no text.
     """
 
-    def __init__(self, text: StreamedText, seed: int, state: dict[str, Any]) -> None:
-        self._text, self._seed = text, seed
-        self._start = self._noted = _Place(*state.get("place", ()))
+    def __init__(self, text: StreamedText, seed: int, state: dict[str, Any], span: int) -> None:
+        self._text, self._seed, self._of = text, seed, [text.digest, seed, text.seq_len]
         self._count = max(1, _SHUFFLED_TOKENS // text.seq_len)  # samples of a block
+        self._ahead = 1 + span // self._count  # blocks
+        self._start = _Place(*state.get("place", ()))
+        if state and state["of"] != self._of:  # this text begins there
+            self._start = _Place(state["sample"] // self._count * self._count * text.seq_len)
+        self._noted = 0, self._start
         self._block = -1
         self._order: Any = None
         self._units: list[_Unit] = []  # from the block before on; the reader appends
@@ -124,12 +128,13 @@ class StreamedWindows:
 
     def note_place(self) -> None:
         """Note a place from which the block that was read last, and all later ones, can be read."""
-        first = self._block * self._count * self._text.seq_len
-        self._noted = next((u.place for u in reversed(self._units) if u.place.tokens <= first), self._start)
+        first = self._block * self._count
+        places = [unit.place for unit in self._units if unit.place.tokens <= first * self._text.seq_len]
+        self._noted = (first, places[-1]) if places else (self._noted[0], self._start)
 
     def state(self) -> bytes:
         """Return the noted place as JSON."""
-        return json.dumps({"place": self._noted}).encode()
+        return json.dumps({"of": self._of, "sample": self._noted[0], "place": self._noted[1]}).encode()
 
     def _ids(self, begin: int, end: int) -> Ids:
         number = bisect_right(self._units, begin, key=lambda unit: unit.place.tokens) - 1
@@ -148,13 +153,13 @@ class StreamedWindows:
         self._reader.submit(self._read, block * size, (block + 1) * size + 1).result()
         while self._units[0].next.tokens <= (block - 1) * size:
             self._old.append((block, self._units.pop(0).folder))
-        while self._old and self._old[0][0] <= block - _KEPT_BLOCKS:
+        while self._old and self._old[0][0] <= block - self._ahead:
             folder = self._old.popleft()[1]
             shutil.rmtree(folder, ignore_errors=True)
             folder.with_name(f"{folder.name}.lock").unlink(missing_ok=True)
         positions = np.arange(block * self._count, (block + 1) * self._count)
         self._block, self._order = block, sample_indices(positions, self._count, self._seed)
-        self._reader.submit(self._read_ahead, (block + 2) * size + 1)
+        self._reader.submit(self._read_ahead, (block + 1 + self._ahead) * size + 1)
 
     def _read(self, begin: int, end: int) -> None:
         if self._units and self._units[0].place.tokens > begin:
@@ -171,7 +176,7 @@ class StreamedWindows:
                 self._reader.submit(self._read_ahead, end)
 
     def _unit(self, place: _Place) -> _Unit:
-        key = hashlib.sha256(repr([self._text.key, self._seed, _UNIT_BYTES, *place]).encode()).hexdigest()[:24]
+        key = hashlib.sha256(repr([self._text.key, self._seed, UNIT_BYTES, *place]).encode()).hexdigest()[:24]
         folder = once_per_host("streamed", key, lambda it: self._write(it, place), lambda it: bool(TokenFile.load(it)))
         if file := TokenFile.load(folder):
             with suppress(FileNotFoundError):
@@ -192,11 +197,13 @@ class StreamedWindows:
 
         def documents() -> Iterator[Document]:
             nonlocal end
-            while size_bytes < _UNIT_BYTES:
+            while size_bytes < UNIT_BYTES:
                 document, end = next(self._documents)
                 yield Document(pieces(document), document.name)
 
         encoder = self._text.encoder
         about: Any = {"tail": 0.0, "vocabulary": encoder.vocabulary(), "note": lambda: json.dumps(end[1:])}
         file = write_tokens(folder, encoder.encode(documents()), None, **about)
+        if not file.train:
+            raise DataError("the text is empty", expected="tokens", found=f"none in {size_bytes:,} bytes of documents")
         self._at = end._replace(tokens=place.tokens + file.train)

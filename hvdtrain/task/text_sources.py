@@ -48,6 +48,8 @@ class Source:
     note: Callable[[], str] = str  # returns a line about the ids after they have been written
     skip: Callable[[int], None] = lambda pieces: None  # lets the next pieces be empty: their ids are written already
     read: ReadBytes | None = None  # how far the files are read
+    documents: Any = None  # of files: `Documents`
+    encoder: Any = None  # of their text
 
 
 def standard_library() -> list[SourceFile]:
@@ -74,7 +76,8 @@ def text_source(
     With files of rows, it holds out whole documents, evenly spread. `name`: of the field with the text, if it is known.
     `skips`: rows without a text are left out, otherwise refused.
     """
-    rows = Documents(files, name, heldout, Skipped(skips)) if has_rows(files) else None
+    documents = Documents(files, name, heldout, Skipped(skips))
+    rows = documents if has_rows(files) else None
     chosen = set() if rows else _choose_heldout(files, heldout)
 
     def part(*, held: bool) -> Iterator[Ids]:
@@ -94,6 +97,8 @@ def text_source(
         note=rows.note if rows else str,
         skip=encoder.skip_pieces,
         read=files[0].read,
+        documents=documents,
+        encoder=encoder,
     )
 
 

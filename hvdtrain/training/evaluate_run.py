@@ -12,6 +12,7 @@ import torch
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, on_rank_0
 from hvdtrain.config.schema import Config
+from hvdtrain.data.loader import dataset_length
 from hvdtrain.errors import DataError
 from hvdtrain.plan.plan import BF16_WEIGHTS
 from hvdtrain.state.frozen import find_frozen
@@ -50,7 +51,8 @@ def evaluate_run(
     """
     device = pick_device(config.parallel.device, comm.local_rank, comm.local_size, comm)
     task = make_task(build, config)
-    task = replace(task, heldout_data=task.train_data) if split == "train" else task
+    if split == "train" and dataset_length(task.train_data):
+        task = replace(task, heldout_data=task.train_data)
     if task.prepare is not None:
         task.prepare(device, torch.float32)
     model = task.model.to(device)

@@ -6,9 +6,11 @@ import json
 import pickle
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvdtrain.errors import ConfigError, DataError
@@ -28,8 +30,9 @@ L = 8  # ids of a sample
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small units and blocks, and a cache of their own."""
-    monkeypatch.setattr(streamed_text, "_UNIT_BYTES", 100)
+    monkeypatch.setattr(streamed_text, "UNIT_BYTES", 100)
     monkeypatch.setattr(streamed_text, "_SHUFFLED_TOKENS", 20 * L)
+    monkeypatch.setattr("hvdtrain.task.corpus.UNIT_BYTES", 10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache/hvdtrain/streamed"
 
@@ -104,7 +107,7 @@ def test_samples_are_those_of_the_documents_pass_after_pass(tmp_path: Path, endi
     text = stream(tmp_path / "in")
     ids = tokens(text, parts, 3)
     count = len(ids) // (20 * L) - 1
-    found = samples(text.by_position(3, {}), 0, 20 * count)
+    found = samples(text.by_position(3, {}, 8), 0, 20 * count)
     expected = blocks(ids, count)
     assert [set(found[i : i + 20]) for i in range(0, len(found), 20)] == expected
     assert count > 5 and found[:20] != [tuple(ids[i * L : (i + 1) * L + 1]) for i in range(20)]
@@ -113,7 +116,7 @@ def test_samples_are_those_of_the_documents_pass_after_pass(tmp_path: Path, endi
 def test_loader_processes_read_the_same(tmp_path: Path) -> None:
     """The field is guessed, and what read it is closed."""
     files(tmp_path / "in")
-    windows = stream(tmp_path / "in").by_position(3, {})
+    windows = stream(tmp_path / "in").by_position(3, {}, 8)
     copied: StreamedWindows = pickle.loads(pickle.dumps(windows))
     assert samples(copied, 0, 30) == samples(windows, 0, 30)
 
@@ -122,7 +125,7 @@ def test_another_seed_or_pass_is_another_order(tmp_path: Path) -> None:
     files(tmp_path / "in", number=8)
     text = stream(tmp_path / "in")
     assert text.files(3, 0) != text.files(3, 1) != text.files(4, 1)
-    assert samples(text.by_position(3, {}), 0, 20) != samples(text.by_position(4, {}), 0, 20)
+    assert samples(text.by_position(3, {}, 8), 0, 20) != samples(text.by_position(4, {}, 8), 0, 20)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -131,17 +134,17 @@ def test_reading_continues_at_a_place(tmp_path: Path, ending: str, cache: Path, 
     """On another host, too: only what follows is tokenized."""
     files(tmp_path / "in", ending)
     text = stream(tmp_path / "in")
-    windows = text.by_position(3, {})
+    windows = text.by_position(3, {}, 8)
     expected = samples(windows, 0, 240)
     stop(windows)
     for position in (0, 19, 45, 120, 239):
-        one = text.by_position(3, {})
+        one = text.by_position(3, {}, 8)
         one[position]
         one.note_place()
         stop(one)
         shutil.rmtree(cache)
         encoded.clear()
-        other = text.by_position(3, json.loads(one.state()))
+        other = text.by_position(3, json.loads(one.state()), 8)
         assert samples(other, position, 240) == expected[position:]
         stop(other)
         begun, (place, *_) = position // 20 * 20 * L, json.loads(one.state())["place"]
@@ -152,18 +155,18 @@ def test_reading_continues_at_a_place(tmp_path: Path, ending: str, cache: Path, 
 def test_ranks_of_a_host_tokenize_each_document_once(tmp_path: Path, encoded: list[str]) -> None:
     files(tmp_path / "in")
     text = stream(tmp_path / "in")
-    ranks = [text.by_position(3, {}) for _ in range(3)]
+    ranks = [text.by_position(3, {}, 8) for _ in range(3)]
     found = [samples(ranks[i % 3], i, i + 1)[0] for i in range(60)]
     stop(*ranks)
     assert len(encoded) == len(set(encoded)) > 10
-    assert found == samples(text.by_position(3, {}), 0, 60)
+    assert found == samples(text.by_position(3, {}, 8), 0, 60)
 
 
 def test_the_disk_holds_a_few_blocks(tmp_path: Path, cache: Path) -> None:
     """A rank that is far behind, or goes back, tokenizes again."""
     files(tmp_path / "in")
     text = stream(tmp_path / "in")
-    windows = text.by_position(3, {})
+    windows = text.by_position(3, {}, 8)
     expected = samples(windows, 0, 20)
     most = 0
     for block in range(30):
@@ -184,7 +187,7 @@ def test_the_block_before_is_not_looked_up_again(tmp_path: Path, monkeypatch: py
         return find(name, key, *more)
 
     monkeypatch.setattr(streamed_text, "once_per_host", noting)
-    windows = stream(tmp_path / "in").by_position(3, {})
+    windows = stream(tmp_path / "in").by_position(3, {}, 8)
     for position in (0, 45, 39, 40, 20, 60):
         windows[position]
     stop(windows)
@@ -203,14 +206,62 @@ def test_a_row_that_cannot_be_read_is_an_error_where_it_is_needed(tmp_path: Path
     (tmp_path / "in").mkdir()
     good = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(200))
     (tmp_path / "in/a.jsonl").write_text(good + '{"text": 5}\n' + good)
-    windows = stream(tmp_path / "in").by_position(3, {})
+    windows = stream(tmp_path / "in").by_position(3, {}, 8)
     assert len(samples(windows, 0, 20)) == 20
     with pytest.raises(DataError, match=r"a\.jsonl, line (201|\d+ after byte [\d,]+) has no text"):
         samples(windows, 0, 400)
     windows.note_place()
     with pytest.raises(DataError, match=r"a\.jsonl, line \d+ after byte [\d,]+ has no text"):
-        samples(stream(tmp_path / "in").by_position(3, json.loads(windows.state())), 300, 400)
-    assert len(samples(stream(tmp_path / "in", on_error="skip").by_position(3, {}), 0, 400)) == 400
+        samples(stream(tmp_path / "in").by_position(3, json.loads(windows.state()), 8), 300, 400)
+    assert len(samples(stream(tmp_path / "in", on_error="skip").by_position(3, {}, 8), 0, 400)) == 400
+
+
+@pytest.mark.parametrize("change", ["seed", "seq_len", "text"])
+def test_other_text_begins_where_it_is_resumed(tmp_path: Path, change: str, encoded: list[str]) -> None:
+    """A place is one of the text, seed and length of samples that it was noted for."""
+    files(tmp_path / "in")
+    windows = stream(tmp_path / "in").by_position(3, {}, 8)
+    windows[199]
+    windows.note_place()
+    stop(windows)
+    if change == "text":
+        (tmp_path / "in/1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[::-1]))
+    other = open_corpus(
+        TextConfig(text=f"{tmp_path}/in/*", seq_len=5 if change == "seq_len" else L, streaming=True)
+    ).train.by_position(4 if change == "seed" else 3, json.loads(windows.state()), 8)
+    encoded.clear()
+    found = {id_ for position in range(190, 230) for id_ in other[position].tolist()}
+    stop(other)
+    assert found <= {*b"".join(text.encode() for text in TEXTS), 256}
+    assert len(encoded) < 40 and encoded[0].endswith(", line 1")
+    other.note_place()
+    assert json.loads(other.state())["of"] != json.loads(windows.state())["of"]
+
+
+def test_a_file_that_changes_is_named(tmp_path: Path) -> None:
+    files(tmp_path / "in")
+    windows = stream(tmp_path / "in").by_position(3, {}, 8)
+    windows[0]
+    for file in (tmp_path / "in").iterdir():
+        file.write_text('{"text": "shorter"}\n')
+    with pytest.raises(DataError, match=r"\.jsonl has changed while it was trained on"):
+        samples(windows, 0, 400)
+
+
+def test_documents_without_tokens_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text('{"text": ""}\n' * 300)
+    text = stream(tmp_path / "in")
+    silent = replace(text, encoder=Silent())
+    with pytest.raises(DataError, match="the text is empty"):
+        silent.by_position(3, {}, 8)[0]
+
+
+class Silent(ByteEncoder):
+    """As a tokenizer that knows no end of a document."""
+
+    def encode(self, documents: Iterator[Document]) -> Iterator[Ids]:
+        return (piece for document in documents for text in document.pieces if len(piece := np.frombuffer(text, "u1")))
 
 
 def test_files_without_a_document_are_refused(tmp_path: Path) -> None:
@@ -218,7 +269,7 @@ def test_files_without_a_document_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in/a.jsonl").write_text("\n\n")
     documents = Documents(open_corpus(TextConfig(text=__file__)).train and [], "text", 0.0, _skipped())
     with pytest.raises(DataError, match="the text is empty"):
-        StreamedText(documents, ByteEncoder(), L, "").by_position(3, {})[0]
+        StreamedText(documents, ByteEncoder(), L, "", "").by_position(3, {}, 8)[0]
 
 
 def _skipped() -> Any:
@@ -227,7 +278,7 @@ def _skipped() -> Any:
     return Skipped(True)
 
 
-def test_options(tmp_path: Path) -> None:
+def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files(tmp_path / "in")
     files(tmp_path / "other")
     (tmp_path / "valid.jsonl").write_text(json.dumps({"text": "held out " * 9}) + "\n")
@@ -243,6 +294,13 @@ def test_options(tmp_path: Path) -> None:
     for wrong in ({"tokens": "a.npy"}, {"text": text, "weights": [1.0]}, {"text": text, "heldout": 0.1}, {}):
         with pytest.raises(ConfigError, match=r"data\.streaming streams text"):
             open_corpus(TextConfig(**wrong, streaming=True))
+    monkeypatch.setattr("hvdtrain.task.corpus.UNIT_BYTES", 1 << 20)
+    with pytest.raises(ConfigError, match=r"not for this text.*\n.*\n.* bytes"):
+        open_corpus(TextConfig(text=text, streaming=True))
+    monkeypatch.setattr("hvdtrain.task.corpus.UNIT_BYTES", 0)
+    monkeypatch.setattr("hvdtrain.task.corpus.LARGEST", 10)
+    with pytest.raises(ConfigError, match=r"not for this text.*\n.*\n.*__init__\.py\n.*jsonl"):
+        open_corpus(TextConfig(text=streamed_text.__file__.replace("streamed_text", "__init__"), streaming=True))
     with pytest.raises(ConfigError, match="nothing to prepare"):
         prepare_corpus(TextConfig(text=text, streaming=True), None, None)
 

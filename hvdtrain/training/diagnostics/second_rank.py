@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from hvdtrain.comm.objects import allgather_json
-from hvdtrain.data.iterable import ByPosition, is_iterable
+from hvdtrain.data.iterable import is_iterable
 from hvdtrain.data.loader import Stream, fetch_step, seed_forward
 from hvdtrain.errors import ConfigError, DriftError, listed
 from hvdtrain.exchange.in_order import as_leaf
@@ -239,7 +239,7 @@ def make_second_rank(current: Round) -> SecondRank | None:
     if not train.verify_every:
         return None
     data = current.worker.task.train_data
-    is_read_once = is_iterable(data) and not isinstance(data, ByPosition)
+    is_read_once = is_iterable(data) and not hasattr(data, "by_position")
     if is_read_once or train.balance_loss:
         what = "an iterable data set: a rank cannot draw a micro-batch of another one"
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -193,7 +193,8 @@ class Trainer:
         if self.second is None:
             result = run(parts)
         else:
-            result = self.second.checked(run, parts, self.stepper, self.feed.stream, progress.position)
+            stream = replace(self.feed.stream, data_state=progress.data_state)
+            result = self.second.checked(run, parts, self.stepper, stream, progress.position)
         timed.end(self.stepper.spans)
         timed.record(self.stepper.spans)
         if self.balance is not None:

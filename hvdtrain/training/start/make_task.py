@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.config.schema import Config
-from hvdtrain.data.iterable import ByPosition, IterableSamples, is_iterable, sample_hash
+from hvdtrain.data.iterable import IterableSamples, is_iterable, sample_hash
 from hvdtrain.data.loader import dataset_length, training_samples
 from hvdtrain.data.order import mix_seed
 from hvdtrain.engine.divisible import sparse_gradients
@@ -167,7 +167,7 @@ def check_same_data(task: Task, comm: Comm) -> None:
     """
     heldout = dataset_length(task.heldout_data, least=0) if task.heldout_data is not None else 0
     data_id = task.data_id
-    if is_iterable(task.train_data) and not isinstance(task.train_data, ByPosition):
+    if is_iterable(task.train_data) and not hasattr(task.train_data, "by_position"):
         data_id = sample_hash(IterableSamples(task.train_data, 0, 1, {})[0]) + data_id
     everyone = allgather_json(comm, [training_samples(task.train_data), heldout, data_id], name="data/same")
     for rank, theirs in enumerate(everyone):

@@ -74,8 +74,10 @@ MUTATIONS: Table = {
             "sample_indices(positions, self._count, self._seed)",
             "positions % self._count",
         ),
-        "a place is that of the last unit": ("if u.place.tokens <= first)", "if u.place)"),
-        "the disk holds all units": ("<= block - _KEPT_BLOCKS", "< 0"),
+        "a place is that of the last unit": ("unit.place.tokens <= first * self._text.seq_len]", "unit.place]"),
+        "the disk holds all units": ("<= block - self._ahead:", "< 0:"),
+        "a place of other text is used": ('if state and state["of"] != self._of:', "if False:"),
+        "a file may change": ("                check_unchanged(files[number])\n", ""),
         "each rank tokenizes for itself": ("[self._text.key, self._seed,", "[self._text.key, id(self),"),
     },
     ("task/formats.py", "tests/task/test_streamed_text.py"): {
