@@ -79,7 +79,6 @@ def _misspelt(made: Parser, training: Sequence[str], error: BaseException) -> Co
 
 
 def _evaluate(options: Any, training: Sequence[str], info: RankInfo) -> tuple[Any, Callable[[], list[str]]]:
-    """Return the values to print, and what makes the lines of --per_sample."""
     from hvdtrain.comm.rounds import STARTED, start_rounds
     from hvdtrain.config.parse import parse_argv, task_spec
     from hvdtrain.task.base import load_task_function

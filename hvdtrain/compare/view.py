@@ -74,7 +74,8 @@ def _place(row: Row) -> str:
 
 def _figure(row: Row) -> Iterator[_Line]:
     if row.axis == STEPS:
-        yield row.figure, [_step(*each) for each in zip(row.values, row.differences, strict=True)]
+        places = 1 if max(value or 0.0 for value in row.values) >= 10 else 2
+        yield row.figure, [_step(*each, places) for each in zip(row.values, row.differences, strict=True)]
         return
     yield _LABELS.get(row.figure, row.figure), [_value(value) for value in row.values]
     if any(row.differences):
@@ -85,11 +86,11 @@ def _figure(row: Row) -> Iterator[_Line]:
         yield "  95% interval", intervals
 
 
-def _step(value: float | None, difference: Estimate | None) -> str:
+def _step(value: float | None, difference: Estimate | None, places: int) -> str:
     if value is None:
         return _UNKNOWN
-    change = f" {difference.value:+,.1f}{'*' * is_significant(difference)}" if difference else ""
-    return f"{value:,.1f}{change}"
+    change = f" {difference.value:+,.{places}f}{'*' * is_significant(difference)}" if difference else ""
+    return f"{value:,.{places}f}{change}"
 
 
 def _interval(estimate: Estimate | None) -> str:
