@@ -50,19 +50,22 @@ def stream(folder: Path, seq_len: int) -> tuple[Any, int]:
 
 
 def ours(folder: Path, seq_len: int, share: float = 0.0) -> Iterator[Any]:
+    made, steps = stream(folder, seq_len)
+    yield from drawn(made, int(share * steps), steps)
+
+
+def drawn(made: Any, first: int, steps: int) -> Iterator[Any]:
+    """The batches of a stream from a step on."""
     from hvdtrain.config.schema import LoaderConfig
     from hvdtrain.data.loader import train_batches
 
-    made, steps = stream(folder, seq_len)
-    first = int(share * steps)
     for batch in train_batches(made, first * BATCH, steps - first, LoaderConfig(), None, on_cuda=False):
         yield batch.batch
 
 
 def streamed(folder: Path, seq_len: int, share: float = 0.0) -> Result:
     """As many batches as an epoch has, or the first one after a part of it: the place is as in a checkpoint."""
-    from hvdtrain.config.schema import LoaderConfig
-    from hvdtrain.data.loader import Stream, train_batches
+    from hvdtrain.data.loader import Stream
     from hvdtrain.task.corpus import open_corpus
 
     _, steps = stream(folder, seq_len)  # of the prepared tokens
@@ -76,10 +79,7 @@ def streamed(folder: Path, seq_len: int, share: float = 0.0) -> Result:
 
     def batches() -> Iterator[Any]:
         train = open_corpus(replace(config(folder, seq_len), streaming=True)).train
-        made = Stream(train, 0, BATCH, BATCH, 0, 1, data_state=place)
-        options = LoaderConfig()
-        for batch in train_batches(made, first * BATCH, steps - first, options, None, on_cuda=False):
-            yield batch.batch
+        yield from drawn(Stream(train, 0, BATCH, BATCH, 0, 1, data_state=place), first, steps)
 
     return timed(batches, first=bool(first))
 

@@ -105,8 +105,8 @@ class StreamedWindows:
         self._count = max(1, _SHUFFLED_TOKENS // text.seq_len)  # samples of a block
         self._ahead = 1 + span // self._count  # blocks
         self._start = _Place(*state.get("place", ()))
-        if state and state["of"] != self._of:  # this text begins there
-            self._start = _Place(state["sample"] // self._count * self._count * text.seq_len)
+        if state and state.get("of") != self._of:  # this text begins there
+            self._start = _Place(state.get("sample", 0) // self._count * self._count * text.seq_len)
         self._noted = 0, self._start
         self._block = -1
         self._order: Any = None

@@ -236,6 +236,8 @@ def test_other_text_begins_where_it_is_resumed(tmp_path: Path, change: str, enco
     assert len(encoded) < 40 and encoded[0].endswith(", line 1")
     other.note_place()
     assert json.loads(other.state())["of"] != json.loads(windows.state())["of"]
+    of_another_kind = {"epoch": 6, "begin": 66, "position": 68}  # an iterable data set's
+    assert other._text.by_position(4, of_another_kind, 8)._start.tokens == 0
 
 
 def test_a_file_that_changes_is_named(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ MUTATIONS: Table = {
         ),
         "a place is that of the last unit": ("unit.place.tokens <= first * self._text.seq_len]", "unit.place]"),
         "the disk holds all units": ("<= block - self._ahead:", "< 0:"),
-        "a place of other text is used": ('if state and state["of"] != self._of:', "if False:"),
+        "a place of other text is used": ('if state and state.get("of") != self._of:', "if False:"),
         "a file may change": ("                check_unchanged(files[number])\n", ""),
         "each rank tokenizes for itself": ("[self._text.key, self._seed,", "[self._text.key, id(self),"),
     },
