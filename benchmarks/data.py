@@ -65,7 +65,7 @@ def measure(quick: bool) -> list[Figure]:
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="data-") as name:
         folder = Path(name)
-        make_text(folder, 0.05 if quick else 1.0)
+        make_text(folder, 0.25 if quick else 1.0)
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "RAYON_RS_NUM_CPUS"), "1")
         base = variables({**os.environ, "TOKENIZERS_PARALLELISM": "false"}) | one_thread | {"HF_HOME": f"{name}/home"}
         base |= {"PYTHONPATH": f"{HERE.parent}", "XDG_CACHE_HOME": f"{name}/cache"}
