@@ -14,6 +14,8 @@ import pytest
 from hypothesis import settings
 
 from hvdtrain.config import parse
+from hvdtrain.exchange import norms
+from hvdtrain.plan import shards
 from tests.runner.order import OF_HOSTS
 from tests.support.gallery import Gallery
 
@@ -71,6 +73,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = outcome.get_result()  # type: ignore[attr-defined]
     if RANK and report.failed:
         os.write(2, f"rank {RANK}: {item.nodeid}\n{report.longreprtext}\n".encode())
+
+
+@pytest.fixture
+def elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that divide the optimizer divide rows, too, as if these were long."""
+    monkeypatch.setattr(shards, "_CHUNK", 16)
+    monkeypatch.setattr(shards, "_MOST_CHUNKS", 1 << 20)
+    monkeypatch.setattr(norms, "_chunk", shards.chunk)
 
 
 @pytest.fixture(scope="session")

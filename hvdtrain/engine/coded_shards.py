@@ -15,9 +15,9 @@ from torch import Tensor
 from hvdtrain.comm.base import Comm
 from hvdtrain.compression.coding import Coding
 from hvdtrain.compression.table import Compression
-from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
 from hvdtrain.exchange.residuals import Residuals, Undelivered
+from hvdtrain.exchange.shard_bucket import Shared
 from hvdtrain.state.exchange_state import MASTER, ROUNDED, Owned
 from hvdtrain.state.pieces import Place
 
@@ -31,7 +31,6 @@ class CodedShards(Residuals):
     Args:
         compression: has a coding.
         comm: the ranks.
-        on_host: whether owners update in the memory of the host.
 
     Attributes:
         undelivered: of an earlier exchange; the engine sets these three.
@@ -43,8 +42,8 @@ class CodedShards(Residuals):
     complete: Callable[[], None]
     owned: Callable[[], Mapping[str, Owned]]
 
-    def __init__(self, compression: Compression, comm: Comm, *, on_host: bool) -> None:
-        self._compression, self._comm, self._on_host = compression, comm, on_host
+    def __init__(self, compression: Compression, comm: Comm) -> None:
+        self._compression, self._comm = compression, comm
         self._codings: dict[torch.device, Coding | None] = {}
         self._buckets: list[CodedShardBucket] = []
         self._is_inexact = False  # whether the model's parameters may differ from the exact ones
@@ -54,15 +53,14 @@ class CodedShards(Residuals):
         """Whether the compression uses error feedback."""
         return self._compression.kind.feedback
 
-    def make_bucket(self, layout: Layout, whole: list[bool], number: int) -> CodedShardBucket:
-        """Return a bucket of this layout; for `whole`, and the number as `first`, see `ShardBucket`."""
-        device = layout.shape.device
+    def make_bucket(self, shared: Shared) -> CodedShardBucket:
+        """Return a bucket."""
+        device = shared.layout.shape.device
         if device not in self._codings:
             self._codings[device] = self._compression.load_coding(device)
         coding = self._codings[device]
         assert coding is not None
-        options: Any = {"first": number, "on_host": self._on_host}
-        bucket = CodedShardBucket(layout, self._comm, whole, coding, keep_error=self.keeps_error, **options)
+        bucket = CodedShardBucket(shared, coding, keep_error=self.keeps_error)
         self._buckets.append(bucket)
         return bucket
 

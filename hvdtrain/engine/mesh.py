@@ -139,7 +139,7 @@ class Cuts(Layout):
                 offset = tuple(a + b for a, b in zip(whole.offset, share.place.offset, strict=True))
                 is_alike = _width(parameter) == 1 and name not in self._partial
                 ranks = dimensions.block(comm.rank, dimensions.tp) if is_alike else [comm.rank]
-                place = Place(whole.shape, offset, tuple(ranks))
+                place = replace(share.place, shape=whole.shape, offset=offset, ranks=tuple(ranks))
             owned[name] = Owned(share.parameter, place)
         for name in {name for each in everyone for name in each}:
             owners = tuple(rank for rank, each in enumerate(everyone) if each.get(name))

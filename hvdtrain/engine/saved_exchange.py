@@ -63,8 +63,8 @@ def _fits(held: StateDict, engine: Engine, residuals: list[str], rounded: list[s
     exchange = held.tensors.get("exchange", {})
     own = sum(exchange[key].nbytes for key in residuals)
     equal = sum(not engine.residual_ranks(key) for key in residuals)
-    others = [(group, name) for group, name in held.places if group != "exchange" or not is_residual(name)]
-    pieces = sum(piece.tensor.nbytes for piece in held.pieces(others))
+    others = [each for each in held.pieces() if each.group != "exchange" or not is_residual(each.name)]
+    pieces = sum(piece.tensor.nbytes for piece in others)
     numbers = torch.tensor([own, equal, pieces])
     every, are_equal, rest = comm.allreduce(numbers, name="checkpoint/residuals").wait().tolist()
     whole = sum(t.nbytes for group, ts in held.replicated().tensors.items() if group != "exchange" for t in ts.values())

@@ -17,12 +17,11 @@ from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.at_owners import AtOwners
-from hvdtrain.exchange.buckets import Layout as Buffer
 from hvdtrain.exchange.buckets import prepare_exchange
 from hvdtrain.exchange.in_order import Leaves
 from hvdtrain.exchange.norms import squared_norm
-from hvdtrain.exchange.shard_bucket import ShardBucket
-from hvdtrain.exchange.shard_in_order import in_order
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
+from hvdtrain.exchange.shard_in_order import InOrderShardBucket
 from hvdtrain.plan.collectives import bucket_limit
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import Ranks
@@ -136,11 +135,11 @@ def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradie
     ]
     ranks = Ranks(parts.comm.size, parts.comm.local_size)
     # Gradients and updates are sent encoded then.
-    coded = None if compression.exact else CodedShards(compression, parts.comm, on_host=plan.offload)
+    coded = None if compression.exact else CodedShards(compression, parts.comm)
     leaves = Leaves(parts.comm, in_turn=plan.sums_each_pass) if plan.bits else None
-    make: Callable[[Buffer, list[bool], int], ShardBucket] | None = None if coded is None else coded.make_bucket
+    make: Callable[[Shared], ShardBucket] = ShardBucket if coded is None else coded.make_bucket
     if leaves is not None:
-        make = in_order(parts.comm, leaves, each_pass=plan.sums_each_pass, on_host=plan.offload)
+        make = partial(InOrderShardBucket, leaves=leaves, each_pass=plan.sums_each_pass)
     exchange = AtOwners(
         parts.comm,
         bucket_limit(plan, gradients, ranks, compression),

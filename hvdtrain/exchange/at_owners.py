@@ -12,8 +12,8 @@ from torch import Size, Tensor, nn
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.exchange.bucket_exchange import BucketQueue
-from hvdtrain.exchange.buckets import Layout, Named, assign_buckets, lay_out
-from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.exchange.buckets import Named, assign_buckets, lay_out
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
 from hvdtrain.plan.collectives import AT_ONCE
 from hvdtrain.spans import Spans
 from hvdtrain.state.exchange_state import Owned
@@ -27,11 +27,11 @@ class AtOwners:
         bucket_bytes: size limit of a bucket.
         name: prefix of the collectives' names.
         whole: returns for each parameter whether one rank must own all of it.
-        make_bucket: of a layout, for `whole`, and the number of the bucket; default: one that is not encoded.
+        make_bucket: default: one that is not encoded.
         weight: applied to each gradient before the exchange.
         limited: whether only as many buckets are exchanged at once as the memory for all sums has room for. They start
             in their order then; so there may be one such exchange only.
-        on_host: as of `ShardBucket`.
+        on_host: as of `Shared`.
 
     Attributes:
         buckets: in the order in which backward fills them.
@@ -44,17 +44,14 @@ class AtOwners:
         spans: Spans,
         name: str,
         whole: Callable[[Sequence[nn.Parameter]], list[bool]],
-        make_bucket: Callable[[Layout, list[bool], int], ShardBucket] | None = None,
+        make_bucket: Callable[[Shared], ShardBucket] = ShardBucket,
         *,
         weight: float = 1.0,
         limited: bool = False,
         on_host: bool = False,
     ) -> None:
         self._comm, self._bucket_bytes, self._spans, self._name, self._whole = comm, bucket_bytes, spans, name, whole
-        self._weight, self._limited = weight, limited
-        self._make = make_bucket or (
-            lambda layout, whole, number: ShardBucket(layout, comm, whole, first=number, on_host=on_host)
-        )
+        self._weight, self._limited, self._make, self._on_host = weight, limited, make_bucket, on_host
         self.ranks = comm.size
         self.buckets: list[ShardBucket] = []
         self._queue = BucketQueue([], weight, spans)
@@ -65,7 +62,8 @@ class AtOwners:
             part = [(name, p) for name, p in named if p.requires_grad == is_trained and p.numel()]
             prefix = f"{self._name}/{len(self.buckets)}" if self.buckets else self._name
             for layout in lay_out(assign_buckets(part, self._bucket_bytes), dict(part), prefix):
-                self.buckets.append(self._make(layout, self._whole(layout.parameters), len(self.buckets)))
+                whole = self._whole(layout.parameters)
+                self.buckets.append(self._make(Shared(layout, self._comm, whole, len(self.buckets), self._on_host)))
         self._queue = BucketQueue(self.buckets, self._weight, self._spans, self.limit_bytes if self._limited else 0)
 
     @property

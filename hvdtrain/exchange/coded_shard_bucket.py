@@ -7,12 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.base import Comm, Handle, kept_for_stream
+from hvdtrain.comm.base import Handle, kept_for_stream
 from hvdtrain.compression.base import Phases
 from hvdtrain.compression.coding import Coding
-from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.residuals import residual_key
-from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
 from hvdtrain.state.exchange_state import MASTER, ROUNDED
 
 
@@ -27,29 +26,16 @@ class CodedShardBucket(ShardBucket):
     encoding loses is part of the next difference.
 
     Args:
-        layout: parameters and their order; it is equal on all ranks.
-        comm: the ranks.
-        whole: for each parameter, whether one rank must own all of it.
+        shared: as of `ShardBucket`.
         coding: of shards.
         keep_error: whether to use error feedback.
-        first: as of `ShardBucket`, like on_host.
 
     Attributes:
         applied: 0 on the device if the last update was skipped there; None or 1 if not.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        comm: Comm,
-        whole: list[bool],
-        coding: Coding,
-        *,
-        keep_error: bool,
-        first: int = 0,
-        on_host: bool = False,
-    ) -> None:
-        super().__init__(layout, comm, whole, first=first, on_host=on_host)
+    def __init__(self, shared: Shared, coding: Coding, *, keep_error: bool) -> None:
+        super().__init__(shared)
         self._coding = coding
         self._residual = self._zeros(self.layout.shape.length) if keep_error else None
         self._left: Tensor | None = None  # what the exchanges of this step have not delivered
@@ -75,7 +61,7 @@ class CodedShardBucket(ShardBucket):
         for shard in self._by_index.get(index, ()):
             view = shard.part.view(self._work)
             if gradient is not None:
-                view.add_(shard.view(gradient), alpha=weight)
+                view.add_(shard.rows.of(gradient), alpha=weight)
             if (undelivered := self._undelivered()) is not None:
                 view.add_(shard.part.view(undelivered))
 
@@ -182,10 +168,11 @@ class CodedShardBucket(ShardBucket):
             return {}
         if averaged:
             self._average(residual := residual.clone())
-        found: dict[str, list[Tensor]] = {}
-        for shard in self._shards:
-            found.setdefault(residual_key(shard.part.name), []).append(shard.part.view(residual))
-        return {key: torch.cat(parts) if len(parts) > 1 else parts[0] for key, parts in found.items()}
+        found = {}
+        for index, shards in self._by_index.items():
+            part, views = self.layout.shape.parts[index], [shard.part.view(residual) for shard in shards]
+            found[residual_key(part.name)] = (torch.cat(views) if views[1:] else views[0]).view(part.shape)
+        return found
 
     def load_state_dict(self, state: Mapping[str, Tensor], ranks: int) -> None:
         """Load residuals of a job of `ranks`, their sum stays, and exact parameters; without these, the model's."""
@@ -193,10 +180,10 @@ class CodedShardBucket(ShardBucket):
             self._residual.zero_()
             for shard in self._shards:
                 if (saved := state.get(residual_key(shard.part.name))) is not None:
-                    shard.part.view(self._residual).copy_(shard.view(saved)).mul_(ranks / self._comm.size)
+                    shard.part.view(self._residual).copy_(shard.rows.of(saved)).mul_(ranks / self._comm.size)
         for shard in self._own:
             exact, saved = shard.exact, state.get(shard.part.name + MASTER, self._model(shard))
-            exact.copy_(saved if saved.shape == exact.shape else shard.view(saved))  # or whole, from other ranks
+            exact.copy_(saved if saved.shape == exact.shape else shard.rows.of(saved))  # or whole, from other ranks
 
     def load_rounded(self, state: Mapping[str, Tensor]) -> None:
         """Give the model the values that it had in training; the exact parameters stay."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from hvdtrain.plan.shards import chunk_rows
+from hvdtrain.plan.shards import chunk
 
-_chunk_rows = lru_cache(maxsize=1 << 16)(chunk_rows)
+_chunk = lru_cache(maxsize=1 << 16)(chunk)
 
 
 def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | None = None) -> Tensor:
@@ -21,12 +22,8 @@ def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | 
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
-    steps = map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])
-    chunks = [
-        chunk
-        for gradient, step in zip(gradients, steps, strict=True)
-        for chunk in (torch.split(gradient, step) if gradient.shape[:1] > (step,) else (gradient,))
-    ]
+    shapes = shapes or [gradient.shape for gradient in gradients]
+    chunks = [part for each in zip(gradients, shapes, strict=True) for part in _chunks(*each)]
     norms = list(torch._foreach_norm(chunks))
     if len({(each.dtype, each.device) for each in norms}) > 1:
         norms = [each.to(norms[0].device, torch.float64) for each in norms]
@@ -46,6 +43,16 @@ def squares_by_row(gradients: Iterable[Tensor | None], parameters: Iterable[Tens
         for gradient, parameter in zip(gradients, parameters, strict=True)
     ]
     return torch.cat(found).square_() if found else torch.zeros(0, dtype=torch.float64)
+
+
+def _chunks(gradient: Tensor, shape: Sequence[int]) -> Sequence[Tensor]:
+    """Return the chunks of a gradient, or of consecutive rows or elements of one, of a parameter's shape."""
+    row, step = _chunk(tuple(shape))
+    if gradient.numel() <= step * row:
+        return (gradient,)
+    if row < math.prod(shape[1:]) or gradient.dim() < len(shape):
+        return torch.split(gradient.reshape(-1), step * row)
+    return torch.split(gradient, step)
 
 
 def norm(squared: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,10 +29,6 @@ class Shard:
     part: Part
     owned: nn.Parameter | None  # on the owner only
 
-    def view(self, parameter: Tensor) -> Tensor:
-        """Return these rows of a tensor with the parameter's shape."""
-        return parameter[self.rows.begin : self.rows.end] if parameter.dim() else parameter
-
     @property
     def exact(self) -> Tensor:
         """The owner's values."""
@@ -39,34 +36,39 @@ class Shard:
         return self.owned.detach()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What ranks divide in a bucket."""
+
+    layout: Layout  # parameters and their order; it is equal on all ranks
+    comm: Comm  # the ranks
+    whole: list[bool]  # for each parameter, whether one rank must own all of it
+    first: int = 0  # as of `divide`
+    on_host: bool = False  # whether owned parameters, and their gradients, are copies in the memory of the host
+
+
 class ShardBucket(Bucket):
     """Gradients of one dtype and device that a reduce-scatter sums, and their parameters, which an allgather spreads.
 
     The flat buffer has a segment of equal size for each rank. It exists from the first packed gradient until the sums
-    have arrived; a rank keeps only the sums of its own segment.
-
-    Args:
-        layout: parameters and their order; it is equal on all ranks.
-        comm: the ranks.
-        whole: for each parameter, whether one rank must own all of it.
-        first: as of `divide`.
-        on_host: whether owned parameters, and their gradients, are copies in the memory of the host. Others are views
-            of the model's.
+    have arrived; a rank keeps only the sums of its own segment. Owned parameters on a device are views of the model's.
     """
 
-    def __init__(self, layout: Layout, comm: Comm, whole: list[bool], *, first: int = 0, on_host: bool = False) -> None:
-        self._comm, self._on_host = comm, on_host
-        shape = layout.shape
-        rows, self._segment = divide(
-            [tuple(p.shape) for p in layout.parameters], comm.size, shape.dtype.itemsize, whole, first
-        )
+    by_rows = False
+    """Whether rows of dimension 0 are not divided."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._comm, self._on_host = shared.comm, shared.on_host
+        layout, comm, shape = shared.layout, shared.comm, shared.layout.shape
+        shapes, item = [tuple(parameter.shape) for parameter in layout.parameters], shape.dtype.itemsize
+        rows, self._segment = divide(shapes, comm.size, item, shared.whole, shared.first, by_rows=self.by_rows)
         self._shards = [self._make_shard(layout, r) for r in rows]
         self._by_index: dict[int, list[Shard]] = {}
         for shard in self._shards:
             self._by_index.setdefault(shard.rows.index, []).append(shard)
         length = self._segment * comm.size
         # A large tensor that is divided evenly is sent without a copy.
-        self._is_one_tensor = len(layout.parameters) == 1 and layout.parameters[0].numel() == length and not any(whole)
+        self._is_one_tensor = [math.prod(each) for each in shapes] == [length] and not any(shared.whole)
         self._own = [shard for shard in self._shards if shard.rows.rank == comm.rank]
         # Horovod cannot sum bfloat16 (horovod/horovod#4047).
         self._sum_dtype = torch.float32 if shape.dtype == torch.bfloat16 else shape.dtype
@@ -82,7 +84,7 @@ class ShardBucket(Bucket):
     def _make_shard(self, layout: Layout, rows: Rows) -> Shard:
         parameter = layout.parameters[rows.index]
         own = rows.rank == self._comm.rank
-        values = parameter.detach()[rows.begin : rows.end] if parameter.dim() else parameter.detach()
+        values = rows.of(parameter.detach())
         # A gradient needs the strides of its parameter, because torch's fused optimizers ignore strides.
         stride = None if values.is_contiguous() else values.stride()
         part = Part(layout.shape.parts[rows.index].name, values.shape, rows.start, stride)
@@ -122,9 +124,9 @@ class ShardBucket(Bucket):
             if gradient is None:
                 view.zero_()
             elif weight != 1.0:
-                torch.mul(shard.view(gradient), weight, out=view)
+                torch.mul(shard.rows.of(gradient), weight, out=view)
             else:
-                view.copy_(shard.view(gradient))
+                view.copy_(shard.rows.of(gradient))
 
     def _exchange(self) -> Phases:
         if self._work is None:  # all parameters are frozen
@@ -172,8 +174,11 @@ class ShardBucket(Bucket):
             if own is None:
                 found[name] = Owned(None, None, owners)
             else:
-                offset = (own.rows.begin, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
-                found[name] = Owned(own.owned, Place(tuple(parameter.shape), offset, (self._comm.rank,)), owners)
+                shape, begin = tuple(parameter.shape), own.rows.begin
+                place = Place(shape, (begin, *(0 for _ in shape[1:]))[: len(shape)], (self._comm.rank,))
+                if own.rows.flat:
+                    place = replace(place, offset=(0,) * len(shape), box=shape, first=begin)
+                found[name] = Owned(own.owned, place, owners)
         return found
 
     def read_model(self) -> None:
@@ -183,7 +188,7 @@ class ShardBucket(Bucket):
 
     def _model(self, shard: Shard) -> Tensor:
         """Return the values of a shard in the model."""
-        return shard.view(self.layout.parameters[shard.rows.index].detach())
+        return shard.rows.of(self.layout.parameters[shard.rows.index].detach())
 
     def start_gather(self) -> None:
         """Start to send this rank's parameters to all ranks. Collective: yes."""

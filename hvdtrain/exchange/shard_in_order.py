@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.base import Comm
 from hvdtrain.compression.base import Phases
-from hvdtrain.exchange.buckets import Layout
 from hvdtrain.exchange.in_order import Leaves, PassSums, add_all_nodes, by_owner
-from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
 
 
 class InOrderShardBucket(ShardBucket):
     """The rest of the tree at the owners of rows: each gets the nodes of all ranks in an all-to-all.
 
     Args:
-        layout, comm, whole, first, on_host: as of `ShardBucket`.
+        shared: as of `ShardBucket`.
         leaves: this rank's passes.
         each_pass: whether a pass is summed by itself. Then its micro-batches, one a rank, are neighbours.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        comm: Comm,
-        whole: list[bool],
-        leaves: Leaves,
-        *,
-        each_pass: bool,
-        first: int = 0,
-        on_host: bool = False,
-    ) -> None:
+    by_rows = True  # the norm has a square for each row
+
+    def __init__(self, shared: Shared, leaves: Leaves, *, each_pass: bool) -> None:
         self._leaves, self._each_pass = leaves, each_pass
-        super().__init__(layout, comm, whole, first=first, on_host=on_host)
+        super().__init__(shared)
         self._sum_dtype = torch.promote_types(self._sum_dtype, torch.float32)
         self.clear()
 
@@ -58,7 +46,7 @@ class InOrderShardBucket(ShardBucket):
                 if total is None:
                     view.zero_()
                 else:
-                    view.copy_(shard.view(total))
+                    view.copy_(shard.rows.of(total))
 
     def _exchange(self) -> Phases:
         if not self.is_trained:
@@ -89,11 +77,3 @@ class InOrderShardBucket(ShardBucket):
     def buffers(self) -> list[Tensor]:
         """Return the memory in use."""
         return [*super().buffers(), *self._nodes]
-
-
-def in_order(
-    comm: Comm, leaves: Leaves, *, each_pass: bool, on_host: bool
-) -> Callable[[Layout, list[bool], int], InOrderShardBucket]:
-    """Return what makes such a bucket of a layout, `whole` and its number."""
-    own = {"each_pass": each_pass, "on_host": on_host}
-    return lambda layout, whole, number: InOrderShardBucket(layout, comm, whole, leaves, first=number, **own)

@@ -85,10 +85,11 @@ def _segments(plan: Plan, gradients: Sequence[Gradient], ranks: Ranks) -> tuple[
     for number, bucket in enumerate(made):
         item, shapes = ITEM_BYTES[bucket.shape.dtype], bucket.shape.shapes
         copies = plan.summing(ranks, bucket.summed_by).size
-        rows, segment = divide(shapes, copies, item, [gradient.whole for gradient in bucket.gradients], number)
+        whole = [gradient.whole for gradient in bucket.gradients]
+        rows, segment = divide(shapes, copies, item, whole, number, by_rows=plan.bits)
         total += segment * (4 if bucket.shape.dtype == "bfloat16" else item)
         for part in rows:
-            count = (part.end - part.begin) * math.prod(shapes[part.index][1:])
+            count = (part.end - part.begin) * (1 if part.flat else math.prod(shapes[part.index][1:]))
             found[part.rank][bucket.gradients[part.index]] += count
     return total, found
 

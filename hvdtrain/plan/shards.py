@@ -1,4 +1,4 @@
-"""Divide the parameters of a bucket among ranks, by whole tensors and by rows of the others. Pure."""
+"""Divide the parameters of a bucket among ranks: whole tensors, rows of others, and elements of long rows. Pure."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from hvdtrain.compression.sizes import padded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK = 1 << 16
 """Elements of a chunk: norms of more fp32 elements are less exact, and of fewer take longer."""
 _MOST_CHUNKS = 128
 """Largest number of chunks of a tensor, so that their number does not grow with the model."""
-_MANY_RANKS, _FINER = 64, 16
-"""With 64 ranks or more, tensors are divided within chunks, too: a bucket into 16 parts a rank. Then the last bits of a
+_MANY_RANKS, _FINER = 9, 32
+"""With 9 ranks or more, tensors are divided within chunks, too: a bucket into 32 parts a rank. Then the last bits of a
 norm depend on the number of ranks."""
 
 
-def chunk_rows(shape: Sequence[int]) -> int:
-    """Return the rows (of dimension 0) of a chunk: tensors are divided, and their norms added up, by chunks.
+def chunk(shape: Sequence[int], *, by_rows: bool = False) -> tuple[int, int]:
+    """Return the elements of a row, and the rows of a chunk: tensors are divided, and their norms added up, by chunks.
 
-    It is a power of two, so that common shapes are divided evenly.
+    A row is one of dimension 0, or an element if such a row has more elements than a chunk, unless `by_rows`. A chunk's
+    rows are a power of two, so that common shapes are divided evenly.
     """
-    if not shape:
-        return 1
+    row = math.prod(shape[1:])
     elements = max(_CHUNK, math.prod(shape) // _MOST_CHUNKS)
-    return 1 << max(1, elements // max(1, math.prod(shape[1:]))).bit_length() - 1
+    if row > elements and not by_rows:
+        row = 1
+    return row, 1 << max(1, elements // max(1, row)).bit_length() - 1 if shape else 1
 
 
 def _assign_whole(
@@ -45,17 +51,30 @@ def _assign_whole(
 
 @dataclass(frozen=True)
 class Rows:
-    """Consecutive rows (of dimension 0) of a parameter, which one rank owns."""
+    """Consecutive rows (of dimension 0) of a parameter, or consecutive elements, which one rank owns."""
 
     index: int  # of the parameter in its bucket
     begin: int  # first row
     end: int  # last row + 1
     rank: int  # the owner
+    flat: bool  # whether rows are elements
     start: int  # first element in the flat bucket
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these rows of a tensor with the parameter's shape; elements have one dimension."""
+        if not tensor.dim():
+            return tensor
+        return (tensor.reshape(-1) if self.flat else tensor)[self.begin : self.end]
 
 
 def divide(
-    shapes: Sequence[Sequence[int]], ranks: int, item_bytes: int, whole: Sequence[bool], first: int = 0
+    shapes: Sequence[Sequence[int]],
+    ranks: int,
+    item_bytes: int,
+    whole: Sequence[bool],
+    first: int = 0,
+    *,
+    by_rows: bool = False,
 ) -> tuple[list[Rows], int]:
     """Divide parameters into segments of about equal size, one for each rank: whole ones, then rows in their order.
 
@@ -65,23 +84,26 @@ def divide(
         item_bytes: size of an element.
         whole: for each parameter, whether one rank must own all of it; others are divided between chunks, or rows.
         first: rank to prefer among equal ones for whole parameters: another one for each bucket.
+        by_rows: whether rows of dimension 0 are not divided.
 
     Returns: the rows in the order of their places, and the elements of a segment with its padding, equal for all ranks.
     """
     sizes = [math.prod(shape) for shape in shapes]
     owner, room = _assign_whole(sizes, ranks, whole, first)
     ends, rest = list(accumulate(room)), sum(size for size, is_whole in zip(sizes, whole, strict=True) if not is_whole)
-    found: list[tuple[int, int, int, int]] = []  # index, begin, end, rank
+    found: list[tuple[int, int, int, int, bool]] = []  # index, begin, end, rank, flat
     before = 0
     for index, (shape, size) in enumerate(zip(shapes, sizes, strict=True)):
-        rows = shape[0] if shape else 1
         if index in owner:
-            found.append((index, 0, rows, owner[index]))
+            found.append((index, 0, shape[0] if shape else 1, owner[index], False))
             continue
-        step = chunk_rows(shape)
+        row, step = chunk(shape, by_rows=by_rows)
         if ranks >= _MANY_RANKS and size:
-            step = min(step, max(1, sum(sizes) // (_FINER * ranks) // (size // rows)))
-        begin, row = 0, size // rows if rows else 0
+            finer = max(1, sum(sizes) // (_FINER * ranks))
+            if row > finer and not by_rows:
+                row, step = 1, finer
+            step = min(step, max(1, finer // row))
+        begin, rows, flat = 0, size // row if row else 0, row < math.prod(shape[1:])
         while begin < rows and size:  # steps with their middle before the end of a rank's room are its own
             middle = before + (begin + min(begin + step, rows)) * row // 2
             rank = min(ranks - 1, bisect_right(ends, middle * ends[-1] // rest))
@@ -89,14 +111,13 @@ def divide(
             end = min(rows, max(begin + step, -(-(-(-2 * after // (step * row)) - 1) // 2) * step))
             if rank == ranks - 1 or (end + step > rows and (end + rows) * row // 2 < after):  # the last step is shorter
                 end = rows
-            found.append((index, begin, end, rank))
+            found.append((index, begin, end, rank, flat))
             begin = end
         before += size
     used = [0] * ranks
     starts = []
-    for index, begin, end, rank in found:
+    for index, begin, end, rank, flat in found:
         starts.append(used[rank])
-        shape = shapes[index]
-        used[rank] += padded((end - begin) * math.prod(shape[1:]), item_bytes)
+        used[rank] += padded((end - begin) * (1 if flat else math.prod(shapes[index][1:])), item_bytes)
     segment = max(used)
     return [Rows(*rows, rows[3] * segment + start) for rows, start in zip(found, starts, strict=True)], segment

@@ -110,7 +110,7 @@ class CheckpointWriter:
         self.wait()
         self._why = why
         own = state.pieces_of(self._comm.rank)
-        own_bytes = sum(state.tensors[group][name].nbytes for group, name in own)
+        own_bytes = sum(piece.tensor.nbytes for piece in own)
         totals = self._comm.allreduce(torch.tensor([len(own), own_bytes]), name="checkpoint/pieces").wait().tolist()
         pieces, total_bytes = totals[0], totals[1] + state.replicated().nbytes
         count = count_writers(total_bytes, self._comm.size, self._min_bytes) if self._is_shared else 1

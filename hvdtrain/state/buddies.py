@@ -66,7 +66,7 @@ class Buddies:
 
     def copy(self, state: StateDict) -> Copies:
         """Send this rank's pieces to its buddy, and return what others have sent. Collective: yes."""
-        own = state.pieces(state.pieces_of(self._comm.rank))
+        own = state.pieces_of(self._comm.rank)
         facts = [secrets.token_hex(8), self._host, self._is_leaving(), len(own)]
         identities, hosts, leaving, counts = zip(*allgather_json(self._comm, facts, name="commit/facts"), strict=True)
         return Copies(identities[0], counts, self._send(own, choose_buddies(hosts, leaving)))
@@ -76,7 +76,7 @@ class Buddies:
         self._comm.allreduce(torch.zeros(1), name="commit/agreed").wait()
 
     def _send(self, own: list[Piece], buddies: list[int | None]) -> dict[int, list[Piece]]:
-        comm = self._comm
+        comm, own = self._comm, [box for piece in own for box in piece.boxes()]
         given = [own if rank == buddies[comm.rank] else [] for rank in range(comm.size)]
         specs = alltoall_json(comm, [[piece.spec() for piece in pieces] for pieces in given], name="commit/pieces")
         kinds = [[(shape, DTYPES[dtype]) for _, _, shape, dtype, _, _ in of_rank] for of_rank in specs]
@@ -105,9 +105,7 @@ class HeldCommit:
 
     def pieces_of(self, rank: int) -> list[Piece]:
         """Return the pieces that a rank of the commit's round writes, which are in this rank's memory."""
-        if rank in self.copies.pieces:
-            return self.copies.pieces[rank]
-        return self.state.pieces(self.state.pieces_of(rank))
+        return self.copies.pieces.get(rank) or self.state.pieces_of(rank)
 
 
 @dataclass(frozen=True)

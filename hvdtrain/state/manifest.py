@@ -26,7 +26,7 @@ from hvdtrain.files import read_regular
 from hvdtrain.state.pieces import Assembly, StateDict
 from hvdtrain.state.shard_files import file_group
 from hvdtrain.state.stored_file import CHECKSUM, FileDigest, damaged, read_verified
-from hvdtrain.state.tensor_file import read_tensors
+from hvdtrain.state.tensor_file import boxes_in, read_tensors
 from hvdtrain.state.train_state import check_values
 
 FORMAT = 2
@@ -125,8 +125,8 @@ def read_state(
             group = tensors.setdefault(file_group(name), Assembly())
             found, places = read_tensors(file, digest, progress, verifies_all=verifies_all)
             for tensor_name, tensor in found.items():
-                shape, offset = places.get(tensor_name, ([*tensor.shape], [0] * len(tensor.shape)))
-                group.add(tensor_name, tensor, shape, offset)
+                for box, shape, offset in boxes_in(tensor, places.get(tensor_name)):
+                    group.add(tensor_name, box, shape, offset)
         else:
             read_verified(file, digest, progress)
         progress()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any, TypeVar
@@ -20,28 +20,75 @@ from torch import Tensor
 from hvdtrain.state.stored_file import StoredTensor
 
 Key = tuple[str, str]  # the group and the name of a tensor
-Part = tuple[slice, ...] | EllipsisType  # of a whole tensor; an ellipsis for all of it
+Box = list[range]  # of a tensor, for each dimension
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a whole tensor."""
+
+    boxes: Sequence[Box]  # as their elements follow each other in the part
+    size: tuple[int, ...]  # its shape
+
+    def of(self, whole: Tensor | Whole) -> Tensor:
+        """Return this part; a view if it is a box of a tensor in memory."""
+        found = [whole[tuple(slice(each.start, each.stop) for each in box)] for box in self.boxes]
+        return (torch.cat([each.reshape(-1) for each in found]) if found[1:] else found[0]).reshape(self.size)
+
+    def divide(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """Yield the boxes, and their views in a tensor that is this part; its memory has no gaps if there are many."""
+        begin, several = 0, len(self.boxes) > 1
+        for box in self.boxes:
+            size = [len(each) for each in box]
+            end = begin + math.prod(size)
+            yield box, tensor.view(-1)[begin:end].view(size) if several else tensor.view(size)
+            begin = end
+
+
+@dataclass(frozen=True)
 class Place:
-    """The place of a piece that not every rank holds."""
+    """The place of a piece that not every rank holds: a box of a tensor, or elements of a box.
+
+    Elements have one dimension. They follow each other in the box; its last dimension is the innermost.
+    """
 
     shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]  # of the piece's first element, for each dimension
+    offset: tuple[int, ...]  # of the box's first element, for each dimension
     ranks: tuple[int, ...]  # ranks that hold equal copies of the piece, ascending
+    box: tuple[int, ...] = ()  # shape of the box that the piece has elements of; empty if it is the box
+    first: int = 0  # number of the first of these elements in the box
 
-    def part(self, size: Iterable[int]) -> Part:
+    def part(self, size: Sequence[int]) -> Part:
         """Return which part of the whole tensor the piece is, if its shape is `size`."""
-        return tuple(slice(begin, begin + n) for begin, n in zip(self.offset, size, strict=True))
+        inside = _boxes(self.box, self.first, self.first + size[0]) if self.box else [[range(n) for n in size]]
+        moved = [
+            [range(at + each.start, at + each.stop) for at, each in zip(self.offset, box, strict=True)]
+            for box in inside
+        ]
+        return Part(moved, tuple(size))
 
-    def cut(self, whole: Tensor | Whole, size: Iterable[int]) -> Tensor:
-        """Return the view of the piece, of shape `size`, in the whole tensor."""
-        return whole[self.part(size)]
+    def cut(self, whole: Tensor | Whole, size: Sequence[int]) -> Tensor:
+        """Return the piece, of shape `size`; a view if it is a box of a tensor in memory."""
+        return self.part(size).of(whole)
 
 
-PieceKey = tuple[str, str, tuple[int, ...]]  # group, name and offset of a piece
+def _boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Yield the boxes of the elements from `begin` to before `end` of a tensor, in their order."""
+    if len(shape) == 1:
+        yield [range(begin, end)]
+        return
+    row = math.prod(shape[1:])
+    while begin < end:
+        index, inside = divmod(begin, row)
+        if not inside and (rows := (end - begin) // row):
+            yield [range(index, index + rows), *map(range, shape[1:])]
+            begin += rows * row
+            continue
+        after = min(end, begin - inside + row)
+        for box in _boxes(shape[1:], inside, inside + after - begin):
+            yield [range(index, index + 1), *box]
+        begin = after
 
 
 @dataclass(frozen=True)
@@ -54,11 +101,6 @@ class Piece:
     place: Place
 
     @property
-    def key(self) -> PieceKey:
-        """What distinguishes it from other pieces of a state."""
-        return self.group, self.name, self.place.offset
-
-    @property
     def is_nothing(self) -> bool:
         """Whether it has none of the tensor's elements, though there are some."""
         return not self.tensor.numel() and bool(math.prod(self.place.shape))
@@ -66,11 +108,20 @@ class Piece:
     @property
     def writer(self) -> int:
         """The rank that writes it to a checkpoint: one of those that hold it, so that all write about as much."""
-        ranks = self.place.ranks
-        return ranks[zlib.crc32(repr(self.key).encode()) % len(ranks)]
+        ranks, key = self.place.ranks, (self.group, self.name, self.place.offset, self.place.first)
+        return ranks[zlib.crc32(repr(key).encode()) % len(ranks)]
+
+    def boxes(self) -> Iterator[Piece]:
+        """Yield the boxes of the whole tensor that it consists of, in the same memory."""
+        place = self.place
+        if not place.box:
+            yield self
+            return
+        for box, view in place.part(self.tensor.shape).divide(self.tensor.detach()):
+            yield replace(self, tensor=view, place=Place(place.shape, tuple(each.start for each in box), place.ranks))
 
     def spec(self) -> list[Any]:
-        """Return group, name, shape, dtype, shape of the whole tensor, and offset, for JSON."""
+        """Return group, name, shape, dtype, shape of the whole tensor, and offset, of a box, for JSON."""
         place = self.place
         return [self.group, self.name, list(self.tensor.shape), str(self.tensor.dtype), place.shape, place.offset]
 
@@ -103,14 +154,13 @@ class StateDict:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
 
-    def pieces_of(self, rank: int) -> list[Key]:
+    def pieces_of(self, rank: int) -> list[Piece]:
         """Return the pieces that `rank`, which this is, writes: not copies of another rank's, and no empty ones."""
-        return [(piece.group, piece.name) for piece in self.pieces() if piece.writer == rank and not piece.is_nothing]
+        return [piece for piece in self.pieces() if piece.writer == rank and not piece.is_nothing]
 
-    def pieces(self, keys: Iterable[Key] | None = None) -> list[Piece]:
-        """Return the pieces with these keys (default: all)."""
-        named = self.places if keys is None else keys
-        return [Piece(group, name, self.tensors[group][name], self.places[group, name]) for group, name in named]
+    def pieces(self) -> list[Piece]:
+        """Return all pieces."""
+        return [Piece(*key, self.tensors[key[0]][key[1]], place) for key, place in self.places.items()]
 
     def replicated(self) -> StateDict:
         """Return the state without the pieces that only some ranks hold."""
@@ -139,12 +189,14 @@ class Whole:
         self.pieces = pieces
         self.shape, self.dtype = pieces[0][0].shape, pieces[0][1].dtype
 
-    def __getitem__(self, part: Part) -> Tensor:
-        """Return a part."""
+    def __getitem__(self, part: tuple[slice, ...] | EllipsisType) -> Tensor:
+        """Return a box of it; an ellipsis for all of it."""
         place, piece = self.pieces[0]
         if tuple(piece.shape) == place.shape:
             return piece[part]
-        wanted = box_of(self.shape, part)
+        wanted = [range(n) for n in self.shape]
+        if part is not ...:
+            wanted = [every[each] for every, each in zip(wanted, part, strict=True)]
         made = torch.empty([len(each) for each in wanted], dtype=self.dtype)
         for place, piece in self.pieces:
             common = overlap(wanted, place.offset, piece.shape)
@@ -155,13 +207,7 @@ class Whole:
         return made
 
 
-def box_of(shape: Iterable[int], part: Part) -> list[range]:
-    """Return a part of a tensor as a range for each dimension."""
-    ends = [range(n) for n in shape]
-    return ends if part is ... else [end[each] for end, each in zip(ends, part, strict=True)]
-
-
-def overlap(box: Iterable[range], offset: Iterable[int], size: Iterable[int]) -> list[range]:
+def overlap(box: Box, offset: Iterable[int], size: Iterable[int]) -> Box:
     """Return which part of a box a piece at `offset` has; a range is empty if it has none."""
     held = (range(begin, begin + n) for begin, n in zip(offset, size, strict=True))
     return [range(b := max(x.start, y.start), max(b, min(x.stop, y.stop))) for x, y in zip(box, held, strict=True)]

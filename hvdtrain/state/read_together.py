@@ -87,7 +87,7 @@ def _read(
                     whole = lazily(tensors, name)
                     part = state.held_part(group, name, whole.shape)
                     if part is not ...:
-                        found[group, name] = None if part is None else whole[part]
+                        found[group, name] = None if part is None else part.of(whole)
                     elif not comm.rank:
                         whole[...]
                     progress()

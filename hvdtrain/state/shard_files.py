@@ -80,10 +80,10 @@ def select_shard(state: StateDict, number: int, count: int) -> StateDict:
         heapq.heappush(loads, (load - minus_bytes, writer))
         if writer == number:
             own.setdefault(group, {})[name] = state.tensors[group][name]
-    places = {key: state.places[key] for key in state.pieces_of(number)}
-    for group, name in places:
-        own.setdefault(group, {})[name] = state.tensors[group][name]
-    return StateDict(own, {}, places)
+    pieces = state.pieces_of(number)
+    for piece in pieces:
+        own.setdefault(piece.group, {})[piece.name] = piece.tensor
+    return StateDict(own, {}, {(piece.group, piece.name): piece.place for piece in pieces})
 
 
 def shard_file_name(group: str, number: int, count: int) -> str:

@@ -91,7 +91,7 @@ def broadcast_state(
     for (group, name), tensor in zip(keys, broadcast_all(named, comm, root), strict=True):
         progress()
         if not is_root and (part := state.held_part(group, name, tensor.shape)) is not None:
-            received[group][name] = tensor if part is ... else tensor[part].clone()
+            received[group][name] = tensor if part is ... else part.of(tensor).clone()
     if not is_root:
         # An optimizer may have made state before the first step, as Adagrad does.
         groups = {"model"} if spec["is_loaded"] else {"model", "optimizer", NUMBERS}

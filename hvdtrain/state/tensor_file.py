@@ -10,8 +10,9 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,13 @@ def write_bytes(path: Path, content: bytes) -> FileDigest:
 
 def read_tensors(
     path: Path, digest: FileDigest, progress: Callable[[], None], *, verifies_all: bool = True
-) -> tuple[dict[str, StoredTensor], dict[str, tuple[list[int], list[int]]]]:
+) -> tuple[dict[str, StoredTensor], dict[str, list[Any]]]:
     """Return the tensors of a safetensors file, which are read when they are used.
 
     Every byte is verified now, or, if not `verifies_all`, what is used when it is.
 
-    Also returns, for each tensor that is a piece, the shape of the whole tensor and the offset in it.
+    Also returns, for each tensor that is a piece, the shape of the whole tensor and the offset in it; and if it has
+    elements of a box there, the shape of the box, and the number of the first element: see `boxes_in`.
 
     Errors: CheckpointError: the file is missing or changed; ValueError: it is no safetensors file; OSError.
     """
@@ -113,7 +115,28 @@ def read_tensors(
     return found, pieces
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
+def boxes_in(
+    tensor: StoredTensor, piece: Sequence[Any] | None
+) -> Iterator[tuple[StoredTensor, Sequence[int], Sequence[int]]]:
+    """Yield the boxes that a tensor of a file consists of, the shape of the whole tensor, and their offset in it.
+
+    `piece`: as of `read_tensors`; None for a whole tensor. Errors: ValueError: it does not fit to the tensor.
+    """
+    shape, offset, *elements = piece or (tensor.shape, [0] * len(tensor.shape))
+    if not elements:
+        yield tensor, shape, offset
+        return
+    box, first = elements
+    if len(tensor.shape) != 1 or min(box) < 1 or first < 0 or first + tensor.numel() > math.prod(box):
+        raise ValueError(f"{tensor.numel()} elements from {first} of a box {box}")
+    begin = tensor.begin
+    for each in Place(tuple(shape), tuple(offset), (), tuple(box), first).part(tensor.shape).boxes:
+        found = replace(tensor, begin=begin, shape=tuple(map(len, each)))
+        yield found, shape, [indices.start for indices in each]
+        begin += found.numel() * tensor.dtype.itemsize
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Read what a file that was just written contains: entries of tensors, and pieces as `read_tensors` returns them.
 
     Errors: OSError.
@@ -123,7 +146,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, tuple[list[int], 
         return _parse_header(file.read(length))
 
 
-def _parse_header(text: bytes) -> tuple[dict[str, Any], dict[str, tuple[list[int], list[int]]]]:
+def _parse_header(text: bytes) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     header = json.loads(text)
     return header, json.loads(header.pop("__metadata__", {}).get(_PIECES, "{}"))
 
@@ -144,7 +167,11 @@ def _check_dtype(name: str, tensor: Tensor) -> None:
 
 def _header(names: Iterable[str], tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> bytes:
     entries: dict[str, Any] = {}
-    pieces = {name: [p.shape, p.offset] for name, p in places.items() if p.shape != tuple(tensors[name].shape)}
+    pieces = {
+        name: [p.shape, p.offset, *([p.box, p.first] if p.box else ())]
+        for name, p in places.items()
+        if p.shape != tuple(tensors[name].shape)
+    }
     if pieces:
         entries["__metadata__"] = {_PIECES: json.dumps(pieces)}  # the format allows only texts
     end = 0

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -151,8 +152,8 @@ class TrainState:
         _check_shapes(own, {name: shapes[stored_name][0] for name, stored_name in names.items()})
         return {name: take_rows(lazily(stored, source), own.get(name)) for name, source in names.items()}, not left_out
 
-    def held_part(self, group: str, name: str, shape: Sequence[int]) -> Part | None:
-        """Return which part of a whole tensor of some shape this rank holds; None for nothing."""
+    def held_part(self, group: str, name: str, shape: Sequence[int]) -> Part | EllipsisType | None:
+        """Return which part of a whole tensor of some shape this rank holds; an ellipsis for all, None for nothing."""
         own_name = name if group == "model" else name.partition("/")[2] if group == EXTRAS else ""
         if own_name and (parameter := self._parameter(own_name)) is not None and is_divided(parameter):
             return place_of(parameter).part(local(parameter).shape)

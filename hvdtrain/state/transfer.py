@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from hvdtrain.comm.base import Comm
 from hvdtrain.comm.objects import allgather_json, alltoall_json
-from hvdtrain.state.pieces import DTYPES, Key, Part, Piece, StateDict, box_of, overlap
+from hvdtrain.state.pieces import DTYPES, Box, Key, Part, Piece, StateDict, overlap
 
 _WINDOW_BYTES = 64 << 20  # bytes that a rank sends, or receives, at the same time
 _ALIGNMENT = 64
@@ -27,23 +28,23 @@ _ALIGNMENT = 64
 
 def gather_pieces(state: StateDict, comm: Comm) -> StateDict:
     """Return the whole tensors on rank 0, and the replicated ones on other ranks. Collective: yes."""
-    own = state.pieces(state.pieces_of(comm.rank))
-    return state.with_parts(fetch(own, lambda *_: None if comm.rank else ..., comm))
+    return state.with_parts(fetch(state.pieces_of(comm.rank), lambda *_: None if comm.rank else ..., comm))
 
 
 def fetch(
     own: Sequence[Piece],
-    needs: Callable[[str, str, Sequence[int]], Part | None],
+    needs: Callable[[str, str, Sequence[int]], Part | EllipsisType | None],
     comm: Comm,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[Key, Tensor | None]:
     """Return what this rank needs of whole tensors, on the CPU; None for nothing. Collective: yes.
 
     `own`: pieces that this rank sends; those of all ranks are whole tensors. `needs`: returns the part of a tensor, by
-    its group, name and shape. `progress`: called after each chunk.
+    its group, name and shape, as of `TrainState.held_part`. `progress`: called after each chunk.
 
     Errors: ValueError: on every rank, if pieces of a tensor are missing, or do not fit together.
     """
+    own = [box for piece in own for box in piece.boxes()]
     specs: list[list[Any]] = [[] for _ in range(comm.size)]
     for index, piece in enumerate(own):
         specs[_directory(piece.group, piece.name, comm)].append([*piece.spec(), index])
@@ -53,7 +54,7 @@ def fetch(
             listed.setdefault((group, name), []).append(_Listed(offset, shape, dtype, whole, holder, index))
     every: dict[Key, None] = {}
     found: dict[Key, Tensor] = {}
-    boxes: dict[Key, list[range]] = {}
+    views: dict[Key, list[tuple[Box, Tensor]]] = {}
     asked: list[list[Any]] = [[] for _ in range(comm.size)]
     tensors = [[*key, pieces[0].dtype, pieces[0].whole, _wrong(pieces)] for key, pieces in listed.items()]
     for group, name, dtype, whole, wrong in chain.from_iterable(allgather_json(comm, tensors, name="state/tensors")):
@@ -61,24 +62,27 @@ def fetch(
             raise ValueError(f"the pieces of {name} {wrong}")
         every[group, name] = None
         if (part := needs(group, name, whole)) is not None:
-            boxes[group, name] = box = box_of(whole, part)
-            found[group, name] = torch.empty([len(each) for each in box], dtype=DTYPES[dtype])
-            asked[_directory(group, name, comm)].append([group, name, [[each.start, each.stop] for each in box]])
+            part = Part([[*map(range, whole)]], tuple(whole)) if part is ... else part
+            found[group, name] = made = torch.empty(part.size, dtype=DTYPES[dtype])
+            views[group, name] = [*part.divide(made)]
+            ends = [[[each.start, each.stop] for each in box] for box in part.boxes]
+            asked[_directory(group, name, comm)].append([group, name, ends])
     orders: list[tuple[list[Any], list[Any]]] = [([], []) for _ in range(comm.size)]  # what a rank sends, and gets
     for rank, parts in enumerate(alltoall_json(comm, asked, name="state/asked")):
-        for group, name, ends in parts:
-            for each, common in _overlapping(listed[group, name], [range(*end) for end in ends]):
-                begin, size = [rows.start for rows in common], [len(rows) for rows in common]
-                orders[each.holder][0].append([rank, each.number, begin, size])
-                orders[rank][1].append([each.holder, group, name, begin, size])
+        for group, name, boxes in parts:
+            for number, ends in enumerate(boxes):
+                for each, common in _overlapping(listed[group, name], [range(*end) for end in ends]):
+                    begin, size = [rows.start for rows in common], [len(rows) for rows in common]
+                    orders[each.holder][0].append([rank, each.number, begin, size])
+                    orders[rank][1].append([each.holder, group, name, number, begin, size])
     outgoing: list[list[Tensor]] = [[] for _ in range(comm.size)]
     coming: list[list[Tensor]] = [[] for _ in range(comm.size)]  # where it goes
     for sends, gets in alltoall_json(comm, orders, name="state/orders"):
         for rank, index, begin, size in sends:
             outgoing[rank].append(_part(own[index].tensor.detach(), begin, size, own[index].place.offset))
-        for holder, group, name, begin, size in gets:
-            starts = [each.start for each in boxes[group, name]]
-            coming[holder].append(_part(found[group, name], begin, size, starts))
+        for holder, group, name, number, begin, size in gets:
+            box, view = views[group, name][number]
+            coming[holder].append(_part(view, begin, size, [each.start for each in box]))
     for given, into in zip(outgoing[comm.rank], coming[comm.rank], strict=True):
         into.copy_(given)
     outgoing[comm.rank], coming[comm.rank] = [], []
@@ -109,7 +113,7 @@ def _wrong(pieces: list[_Listed]) -> str:
     return f"have {extra:+} elements compared with the whole tensor" if extra else ""
 
 
-def _overlapping(pieces: list[_Listed], box: list[range]) -> Iterator[tuple[_Listed, list[range]]]:
+def _overlapping(pieces: list[_Listed], box: Box) -> Iterator[tuple[_Listed, Box]]:
     """Yield the pieces that have some of a part, and which."""
     low, high = 0, len(pieces)
     if box:

@@ -144,7 +144,7 @@ def _sums(state: TrainState, expected: Mapping[str, Tensor]) -> Iterator[tuple[s
             continue
         part, offset = whole.double(), (0,) * whole.dim()
         if own.place is not None:
-            part, offset = own.place.cut(part, parameter.shape), own.place.offset
+            part, offset = own.place.cut(part, parameter.shape), (*own.place.offset, own.place.first)
         gradient = torch.zeros_like(part) if parameter.grad is None else parameter.grad.double()
         pairs = ((gradient - part, gradient - part), (gradient, part), (part, part))
         yield name, offset, [float((a * b).sum()) for a, b in pairs]

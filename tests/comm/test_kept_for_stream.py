@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.comm.torch_order import TorchHandle
 from hvdtrain.exchange.buckets import assign_buckets, lay_out
-from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
 from tests.support.thread_comm import ThreadComm, per_rank
 
 
@@ -57,7 +57,7 @@ def test_each_stream_that_waits_is_recorded(streams: list[str], monkeypatch: pyt
 def test_sums_of_a_side_stream_are_recorded_where_they_become_gradients(comm: ThreadComm) -> None:
     weight = nn.Parameter(torch.ones(600, 300))
     (layout,) = lay_out(assign_buckets([("w", weight)], 1 << 30), {"w": weight}, "gradients")
-    bucket = ShardBucket(layout, comm, [False])
+    bucket = ShardBucket(Shared(layout, comm, [False]))
     bucket.begin()
     weight.grad = torch.ones_like(weight)
     bucket.pack(0, 1.0)

@@ -7,7 +7,7 @@ from torch import nn
 
 from hvdtrain.engine.gathers import Gathers
 from hvdtrain.exchange.buckets import assign_buckets, lay_out
-from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
 from hvdtrain.spans import Spans
 from tests.support.thread_comm import ThreadComm, per_rank
 
@@ -18,7 +18,7 @@ def test_few_are_under_way_at_a_time(comm: ThreadComm) -> None:
     model = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
     named = list(model.named_parameters())
     layouts = lay_out(assign_buckets(named, 64 * 4), dict(named), "gradients")
-    buckets = [ShardBucket(layout, comm, [True]) for layout in layouts]
+    buckets = [ShardBucket(Shared(layout, comm, [True])) for layout in layouts]
     bucket_of = {bucket.layout.parameters[0]: bucket for bucket in buckets}
     gathers = Gathers(model, bucket_of, Spans(), limit_bytes=2 * buckets[0].exchange_bytes)
     for bucket in buckets:

@@ -12,7 +12,7 @@ from hvdtrain.exchange import shard_bucket
 from hvdtrain.exchange.bucket_exchange import BucketQueue
 from hvdtrain.exchange.buckets import assign_buckets, lay_out
 from hvdtrain.exchange.coded_shard_bucket import CodedShardBucket
-from hvdtrain.exchange.shard_bucket import ShardBucket
+from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
 from hvdtrain.spans import Spans
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
@@ -46,12 +46,13 @@ def test_the_optimizer_is_on_the_host_and_the_exchange_is_not(
     monkeypatch.setattr(shard_bucket, "_copy_to_host", lambda tensor: torch.zeros_like(tensor, device="cpu"))
     weight = nn.Parameter(torch.empty(600, 300, device="meta"))
     (layout,) = lay_out(assign_buckets([("w", weight)], 1 << 30), {"w": weight}, "gradients")
+    shared = Shared(layout, FirstOfTwo(), [False], on_host=on_host)
     if compression == "none":
-        bucket = ShardBucket(layout, FirstOfTwo(), [False], on_host=on_host)
+        bucket = ShardBucket(shared)
     else:
         coding = parse(compression).load_coding(weight.device)
         assert coding is not None
-        bucket = CodedShardBucket(layout, FirstOfTwo(), [False], coding, keep_error=False, on_host=on_host)
+        bucket = CodedShardBucket(shared, coding, keep_error=False)
     own = bucket.owned()["w"].parameter
     assert own is not None and own.shape[1:] == (300,) and len(own) < 600
     bucket.begin()
@@ -79,7 +80,7 @@ def test_a_limit_holds_in_any_order_of_gradients() -> None:
     def body(comm: ThreadComm) -> tuple[list[int], list[str]]:
         named = [(f"p{number}", nn.Parameter(torch.zeros(64))) for number in range(8)]
         layouts = lay_out(assign_buckets(named, 64 * 4), dict(named), "gradients")
-        buckets = [ShardBucket(layout, comm, [True]) for layout in layouts]
+        buckets = [ShardBucket(Shared(layout, comm, [True])) for layout in layouts]
         limit = sum(bucket.segment_bytes for bucket in buckets) + 2 * comm.size * buckets[0].segment_bytes
         queue = BucketQueue(buckets, 1.0, Spans(), limit)
         started: list[str] = []

@@ -15,12 +15,12 @@ from hvdtrain.exchange import norms
 from hvdtrain.exchange.norms import norm, squared_norm
 from hvdtrain.plan import shards
 from hvdtrain.plan.buckets import assign
-from hvdtrain.plan.shards import chunk_rows, divide
+from hvdtrain.plan.shards import chunk, divide
 
 SHAPES = st.lists(st.lists(st.integers(0, 2000), max_size=3).filter(lambda s: math.prod(s) < 1 << 22), max_size=8)
 
 
-@given(SHAPES, st.integers(1, 9), st.sampled_from([2, 4, 8]), st.randoms())
+@given(SHAPES, st.integers(1, 8), st.sampled_from([2, 4, 8]), st.randoms())
 def test_every_row_has_one_owner_and_one_place(shapes, ranks, item_bytes, random) -> None:  # type: ignore[no-untyped-def]
     whole = [random.random() < 0.3 for _ in shapes]
     rows, segment = divide(shapes, ranks, item_bytes, whole, 1) if sum(map(math.prod, shapes)) else ([], 0)
@@ -29,18 +29,19 @@ def test_every_row_has_one_owner_and_one_place(shapes, ranks, item_bytes, random
         own = [each for each in rows if each.index == index]
         ends = [0, *(each.end for each in own)]
         assert [each.begin for each in own] == ends[:-1]
-        assert ends[-1] == ((shape[0] if shape else 1) if math.prod(shape) else 0)
+        row = 1 if own and own[0].flat else math.prod(shape[1:])
+        assert ends[-1] * row == math.prod(shape)
         assert len(own) <= 1 or not whole[index]
-        assert all(each.begin % chunk_rows(shape) == 0 for each in own)
+        assert whole[index] or all(each.begin % chunk(shape)[1] == 0 and row == chunk(shape)[0] for each in own)
     sizes = [math.prod(shape) for shape in shapes]
     if not any(whole) and sum(sizes):  # each chunk is in the segment in which its middle would be
         for each in rows:
-            row, step = math.prod(shapes[each.index][1:]), chunk_rows(shapes[each.index])
+            row, step = chunk(shapes[each.index])
             for begin in (each.begin, (each.end - 1) // step * step):
                 middle = sum(sizes[: each.index]) + (begin + min(begin + step, each.end)) * row // 2
                 assert middle * ranks // sum(sizes) == each.rank
     for each in rows:
-        length = (each.end - each.begin) * math.prod(shapes[each.index][1:])
+        length = (each.end - each.begin) * (1 if each.flat else math.prod(shapes[each.index][1:]))
         assert each.rank * segment <= each.start and each.start + length <= (each.rank + 1) * segment
         assert each.start * item_bytes % 64 == 0 and segment * item_bytes % 64 == 0
         taken.append((each.start, each.start + length))
@@ -54,22 +55,22 @@ def test_segments_are_even() -> None:
     assert segment < 1.02 * total / 4
 
 
-@pytest.mark.parametrize("ranks", [64, 256, 1024, 4096])
-def test_segments_are_even_among_many_ranks(ranks: int) -> None:
-    """Of three layers of Llama 70B."""
-    shapes = [
-        (8192,),
-        (8192, 8192),
-        (1024, 8192),
-        (1024, 8192),
-        (8192, 8192),
-        (8192,),
-        (28672, 8192),
-        (8192, 28672),
-    ] * 3
+LLAMA_70B = [(8192,), (8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), (8192,), (28672, 8192), (8192, 28672)]
+
+
+@pytest.mark.parametrize("ranks", [16, 40, 56, 256, 1000, 4096])
+@pytest.mark.parametrize("shapes", [LLAMA_70B * 3, [(256, 4096, 7168)], [(8, 28672, 4096)]], ids=["rows", "V3", "8x7B"])
+def test_segments_are_even_among_many_ranks(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    """Of three layers of Llama 70B, and of experts in one tensor: DeepSeek-V3's and Mixtral's."""
     rows, segment = divide(shapes, ranks, 4, [False] * len(shapes))
-    assert segment * ranks < 1.1 * sum(map(math.prod, shapes))
+    assert segment * ranks < 1.05 * sum(map(math.prod, shapes))
     assert {each.rank for each in rows} == set(range(ranks))
+
+
+def test_rows_stay_whole_where_their_squares_are_summed() -> None:
+    for ranks in (3, 64):
+        rows, _ = divide([(8, 300, 256)], ranks, 4, [False], by_rows=True)
+        assert not any(each.flat for each in rows) and {each.end - each.begin for each in rows} <= {1, 2, 3}
 
 
 @pytest.mark.parametrize(
@@ -106,14 +107,24 @@ def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None
 def test_a_norm_has_the_same_bits_however_it_is_divided(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are those of the whole gradient."""
     monkeypatch.setattr(shards, "_MOST_CHUNKS", most)
-    monkeypatch.setattr(norms, "_chunk_rows", chunk_rows)
+    monkeypatch.setattr(norms, "_chunk", chunk)
     for seed in range(5):
         gradient = torch.randn(5000, 300, generator=torch.Generator().manual_seed(seed))
         whole = norm(squared_norm([gradient, torch.ones(3)]))
-        step = chunk_rows(gradient.shape)
+        _, step = chunk(gradient.shape)
         assert 1 < step < 5000
         first = squared_norm([gradient[:step]], [gradient.shape])
         second = squared_norm([gradient[step:], torch.ones(3)], [gradient.shape, (3,)])
         assert torch.equal(norm(first + second), whole)
+        assert torch.equal(squared_norm([gradient.reshape(-1)], [gradient.shape]), squared_norm([gradient]))
         torch.testing.assert_close(whole, torch.linalg.vector_norm(gradient.double()).float(), rtol=4e-6, atol=0)
     assert norm(squared_norm([])) == 0
+
+
+def test_a_norm_has_the_same_bits_if_long_rows_are_divided() -> None:
+    gradient = torch.randn(3, 300, 256, generator=torch.Generator().manual_seed(1))
+    rows, _ = divide([gradient.shape], 3, 4, [False])
+    assert {each.begin % 65_536 for each in rows} == {0} and {each.begin % 76_800 for each in rows} != {0}
+    parts = [squared_norm([each.of(gradient)], [gradient.shape]) for each in rows]
+    assert torch.equal(norm(torch.stack(parts).sum()), norm(squared_norm([gradient])))
+    torch.testing.assert_close(norm(squared_norm([gradient])), gradient.double().norm().float(), rtol=4e-6, atol=0)

@@ -105,6 +105,10 @@ def test_laws_1_and_4(name: str, shard: str, optimizer: str, compression: str, a
         assert newest // 5 * 5 <= done <= newest if period.killed else done == newest
 
 
+def test_laws_1_and_4_of_divided_rows(elements: None, alone: Alone, tmp_path: Path) -> None:
+    test_laws_1_and_4("each rank in turn, to one", "gradients", "AdamW", "none", alone, tmp_path)
+
+
 @pytest.mark.parametrize("shard", ["none", "gradients"])
 def test_ranks_that_join_get_the_frozen_parameters_of_the_others(shard: str, tmp_path: Path) -> None:
     """Commits leave them out; here, each process makes other ones than rank 0 at the start of the job."""

@@ -113,6 +113,10 @@ def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: 
         _close(StateDict({"model": one.state().tensors["model"]}, {}), four.state(), 1e-3)
 
 
+def test_law_9_of_divided_rows(elements: None, tmp_path: Path) -> None:
+    test_law_9_of_a_divided_optimizer("adamw", "fp32", tmp_path)
+
+
 Alone = Callable[[tuple[str, ...]], Recorded]
 
 

@@ -70,8 +70,13 @@ def test_the_programs_model_is_exact_at_the_end(tmp_path: Path) -> None:
     assert not torch.equal(saved["exchange"]["layers.0.weight/rounded"], saved["model"]["layers.0.weight"])
 
 
-def test_any_division_and_compression_resumes(exact: Recorded, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["rows", "elements"])
+def test_any_division_and_compression_resumes(
+    by: str, exact: Recorded, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Replicated with int8, divided with int8, 3 ranks with bf16, one rank, divided without compression."""
+    if by == "elements":
+        request.getfixturevalue(by)
     shard, coded = "--parallel.shard=optimizer", "--parallel.compression={}".format
     stages = ((2, 2, (coded("int8"),)), (2, 4, (shard, coded("int8"))), (3, 5, (shard, coded("bf16"))), (1, 6, ()))
     for size, stop, options in (*stages, (2, 8, (shard,))):

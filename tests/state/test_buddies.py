@@ -38,17 +38,23 @@ def test_each_rank_of_equal_hosts_has_one_copy(hosts: int, ranks: int) -> None:
 
 
 class Divided:
-    """An exchange with an owner for some rows of a weight, and another one for its bias."""
+    """An exchange with an owner for some rows, or elements, of a weight, and another one for its bias."""
+
+    flat = False
 
     def __init__(self, comm: ThreadComm, model: nn.Linear) -> None:
         size, rank = comm.size, comm.rank
-        bounds = [ROWS * number // size for number in range(size + 1)]
+        count = 5 * ROWS if self.flat else ROWS
+        bounds = [count * number // size for number in range(size + 1)]
         begin, end = bounds[rank], bounds[rank + 1]
         owners = tuple(number for number in range(size) if bounds[number] < bounds[number + 1])
-        rows = nn.Parameter(model.weight.detach()[begin:end]) if begin < end else None
+        weight = model.weight.detach().reshape(-1) if self.flat else model.weight.detach()
+        rows = nn.Parameter(weight[begin:end]) if begin < end else None
         bias = nn.Parameter(model.bias.detach()) if rank == size - 1 else None
+        shape = ROWS, 5
+        place = Place(shape, (0, 0), (rank,), shape, begin) if self.flat else Place(shape, (begin, 0), (rank,))
         self._owned = {
-            "weight": Owned(rows, Place((ROWS, 5), (begin, 0), (rank,)) if rows is not None else None, owners),
+            "weight": Owned(rows, place if rows is not None else None, owners),
             "bias": Owned(bias, Place((ROWS,), (0,), (rank,)) if bias is not None else None, (size - 1,)),
         }
         self.parameters = [own.parameter for own in self._owned.values() if own.parameter is not None]
@@ -82,7 +88,8 @@ def _reach(state: TrainState, step: int) -> None:
     for own in exchange.owned().values():
         if own.parameter is not None:
             count, rows = own.parameter.numel(), len(own.parameter)
-            numbers = (torch.arange(float(count)) + own.place.offset[0] * count // rows).view_as(own.parameter)
+            begin = own.place.first or own.place.offset[0] * count // rows
+            numbers = (torch.arange(float(count)) + begin).view_as(own.parameter)
             state.optimizer.state[own.parameter] = {
                 "step": torch.tensor(float(step)),
                 "exp_avg": numbers + step,
@@ -159,9 +166,11 @@ def _pool(all_commits: list[Commits]) -> set[int]:
     return set(on_ranks(len(all_commits) + 1, body))
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "elements"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_any_rank_may_be_lost(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_rank_may_be_lost(size: int, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_WINDOW_BYTES", 100)
+    monkeypatch.setattr(Divided, "flat", flat)
     done = _commit_twice(size, set(), 0, after=False)
     assert all(is_done for _, is_done in done)
     for lost in range(size):

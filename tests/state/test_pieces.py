@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hvdtrain.runtime.tuning import return_freed_memory
 from hvdtrain.state.background_writer import CheckpointWriter
 from hvdtrain.state.checkpoint_store import CheckpointStore, load
 from hvdtrain.state.pieces import Assembly, Place, StateDict, specs
+from hvdtrain.state.tensor_file import boxes_in, read_tensors, write_tensors
 from hvdtrain.state.transfer import gather_pieces
 from tests.support.thread_comm import ThreadComm, on_ranks
 
@@ -89,6 +91,37 @@ def test_a_checkpoint_need_not_fit_into_memory(tmp_path: Path) -> None:
     whole = loaded["w/m"]
     assert own_mib() - before > 48
     assert whole[1023].unique() == 0 and whole[1024].unique() == 1
+
+
+CUBE = torch.arange(120, dtype=torch.float32).reshape(4, 5, 6)
+
+
+def _flat_state(rank: int) -> StateDict:
+    """Of 3 ranks, each has elements of the cube that begin and end inside of rows; rank 0 has one element."""
+    begin, end = ((0, 1), (1, 53), (53, 120))[rank]
+    place = Place((4, 5, 6), (0, 0, 0), (rank,), (4, 5, 6), begin)
+    tensors = {"model": MODEL, "optimizer": {"w/m": CUBE.reshape(-1)[begin:end]}}
+    return StateDict(tensors, _VALUES, {("optimizer", "w/m"): place})
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1 << 30])
+def test_a_checkpoint_of_elements_is_read_whole(min_bytes: int, tmp_path: Path) -> None:
+    loaded = load(_save(tmp_path, _flat_state, 3, min_bytes)).tensors["optimizer"]
+    assert specs(loaded) == {"w/m": ((4, 5, 6), torch.float32)} and torch.equal(loaded["w/m"], CUBE)
+    assert isinstance(loaded, Assembly) and torch.equal(loaded.whole("w/m")[1:3, 2:5, 3:4], CUBE[1:3, 2:5, 3:4])
+
+
+WRONG = [[[4, 5, 6], 90], [[4, 5, 6], -1], [[4, 0, 6], 0], [[-4, -5, 6], 0], [[1, 9, 9], 0]]
+
+
+@pytest.mark.parametrize("elements", WRONG)
+def test_elements_that_do_not_fit_are_refused(elements: list[Any], tmp_path: Path) -> None:
+    digest = write_tensors(tmp_path / "a", {"w": torch.zeros(40)}, lambda: None)
+    stored = read_tensors(tmp_path / "a", digest, lambda: None)[0]["w"]
+    assembly = Assembly()
+    with pytest.raises(ValueError, match=r"elements from|does not fit"):
+        for piece, shape, offset in boxes_in(stored, [[4, 5, 6], [0, 0, 0], *elements]):
+            assembly.add("w", piece, shape, offset)
 
 
 def test_a_missing_piece_is_found(tmp_path: Path) -> None:

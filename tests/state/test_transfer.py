@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvdtrain.state import transfer
-from hvdtrain.state.pieces import Piece, Place
+from hvdtrain.state.pieces import Part, Piece, Place
 from hvdtrain.state.transfer import fetch, padded
 from tests.support.thread_comm import ThreadComm, ThreadHandle, on_ranks
 
@@ -42,9 +43,17 @@ def _piece(name: str, whole: Tensor, offset: tuple[int, ...], size: tuple[int, .
     return Piece("group", name, place.cut(whole, size), place)
 
 
+def _flat_piece(name: str, whole: Tensor, offset: tuple[int, ...], box: tuple[int, ...], ends: range) -> Piece:
+    place = Place(tuple(whole.shape), offset, (), box, ends.start)
+    return Piece("group", name, place.cut(whole, (len(ends),)).clone(), place)
+
+
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[int, int, list[Tensor], list[tuple[int, Piece]], list[tuple[int, list[range]]]]:
-    """Ranks, bytes at a time, whole tensors, pieces with their holders, and for each rank a tensor and a part of it."""
+def _cases(draw: st.DrawFn) -> tuple[int, int, list[Tensor], list[tuple[int, Piece]], list[tuple[int, Part, Tensor]]]:
+    """Ranks, bytes at a time, whole tensors, pieces with their holders, and for each rank a tensor and a part of it.
+
+    Pieces and parts are boxes, or elements of boxes.
+    """
     size = draw(st.integers(1, 4))
     wholes, held, wanted = [], [], []
     for number in range(draw(st.integers(1, 3))):
@@ -59,11 +68,24 @@ def _cases(draw: st.DrawFn) -> tuple[int, int, list[Tensor], list[tuple[int, Pie
             offset, part = [0] * len(shape), [*shape]
             if shape:
                 offset[dim], part[dim] = begin, end - begin
-            held.append((draw(st.integers(0, size - 1)), _piece(f"t{number}", whole, tuple(offset), tuple(part))))
+            made = [_piece(f"t{number}", whole, tuple(offset), tuple(part))]
+            if (count := prod(part)) > 1 and draw(st.booleans()):
+                middle = draw(st.integers(1, count - 1))
+                flat = partial(_flat_piece, f"t{number}", whole, tuple(offset), tuple(part))
+                made = [flat(range(middle)), flat(range(middle, count))]
+            held += [(draw(st.integers(0, size - 1)), piece) for piece in made]
     for _ in range(size):
         number = draw(st.integers(0, len(wholes) - 1))
-        bounds = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in wholes[number].shape]
-        wanted.append((number, [range(*each) for each in bounds]))
+        whole = wholes[number]
+        bounds = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in whole.shape]
+        offset, box = tuple(begin for begin, _ in bounds), tuple(end - begin for begin, end in bounds)
+        inside = whole[tuple(slice(*each) for each in bounds)]
+        wanted.append((number, Place(tuple(whole.shape), offset, ()).part(box), inside))
+        if box and inside.numel() and draw(st.booleans()):
+            begin = draw(st.integers(0, inside.numel() - 1))
+            end = draw(st.integers(begin + 1, inside.numel()))
+            place = Place(tuple(whole.shape), offset, (), box, begin)
+            wanted[-1] = number, place.part((end - begin,)), inside.reshape(-1)[begin:end]
     return size, draw(st.sampled_from([64, 200, 1 << 20])), wholes, held, wanted
 
 
@@ -72,15 +94,14 @@ def test_each_rank_gets_what_it_asks_for_and_no_more(case: Any) -> None:
     size, window, wholes, held, wanted = case
 
     def body(comm: ThreadComm) -> None:
-        counting, (number, box) = Counting(comm), wanted[comm.rank]
-        part = tuple(slice(each.start, each.stop) for each in box)
+        counting, (number, part, expected) = Counting(comm), wanted[comm.rank]
         own = [piece for holder, piece in held if holder == comm.rank]
         found = fetch(own, lambda _, name, shape: part if name == f"t{number}" else None, counting)
         assert found.keys() == {("group", f"t{each}") for each in range(len(wholes))}
         mine = found.pop(("group", f"t{number}"))
-        assert mine is not None and torch.equal(mine, wholes[number][part])
+        assert mine is not None and torch.equal(mine, expected) and torch.equal(part.of(wholes[number]), expected)
         assert all(other is None for other in found.values())
-        assert counting.got_bytes <= padded(mine.nbytes) + 64 * len(held)
+        assert counting.got_bytes <= padded(mine.nbytes) + 64 * 25 * len(held)  # of 5 boxes each, as the part
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "_WINDOW_BYTES", window)

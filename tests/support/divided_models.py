@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvdtrain import Task
+from hvdtrain.plan import shards
 from hvdtrain.task.base import SequencePart
 from hvdtrain.task.lora import LoraOptions, add_adapters
 from hvdtrain.task.sequence import divide_attention
@@ -60,6 +61,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "groups": ("--parallel.engine=fsdp", "--parallel.dp_shard=2"),
     "gradients": ("--parallel.shard=gradients",),
     "zero": ("--parallel.shard=optimizer",),
+    "elements": ("--elements=true",),
     "buckets": ("--parallel.bucket_mib=0.25",),
     "virtual": ("--parallel.virtual_stages=2",),
     "small": ("--train.micro_batch=1",),
@@ -115,7 +117,7 @@ TWO = _trainings("""
 FOUR = _trainings("""
     ep2 tp4 ep4 tp2ep4 cp2 cp2groups cp2tp2 cp2ep4 cp2tp2ep4fsdp: latent
     tp2: norms
-    tp2ep2 tp2ep4zero ep2groups: adamw
+    tp2ep2 tp2ep4zeroelements ep2groups: adamw
     cp4 pp2cp2: heads
     pp2 pp2zero pp2ep2 pp2ep2fsdp pp2fsdp: many
     tp2zerobuckets: wide
@@ -146,7 +148,7 @@ STAGES = {
     "sequences": (_options("cp2/latent"), _options("cp2tp2/latent"), ()),
     "layers": (_options("pp2/many"), _options("pp2tp2/many"), VARIANTS["many"]),
     "tied": tuple((*_options(f"{mesh}/dropping"), "--train.ema=0.9") for mesh in ("pp2", "pp4", "")),
-    "matrices": (_options("tp2/adamw"), _options("tp2zerohosted/adamw"), VARIANTS["adamw"]),
+    "matrices": (_options("tp2/adamw"), _options("tp2zerohostedelements/adamw"), VARIANTS["adamw"]),
     "blocks": (_options("pp2/many"), _options("pp2fsdp/many"), VARIANTS["many"]),
     "rows": (_options("fsdp/own"), _options("tp2fsdp/own"), VARIANTS["own"]),
     "adapters": (_options("tp2/adapted"), _options("tp2ep4fsdp/adapted"), VARIANTS["adapted"]),
@@ -233,8 +235,13 @@ def divided(
     frozen: bool = False,
     adapted: bool = False,
     layers: int = 2,
+    elements: bool = False,
 ) -> Task:
-    """Make the task: a DeepSeek-V3 with 8 experts a layer, or another kind of model."""
+    """Make the task: a DeepSeek-V3 with 8 experts a layer, or another kind of model.
+
+    `elements`: ranks that divide the optimizer divide rows, too.
+    """
+    shards._CHUNK = 16 if elements else 1 << 16
     data = Tokens()
     if kind == "own":
         model: torch.nn.Module = Own()

@@ -78,8 +78,12 @@ MUTATIONS: Table = {
     },
     ("exchange/norms.py", "tests/exchange/test_shards.py"): {
         "the norm of rows has other chunks than that of the whole gradient": (
-            "map(_chunk_rows, shapes or [gradient.shape for gradient in gradients])",
-            "map(_chunk_rows, [gradient.shape for gradient in gradients])",
+            "shapes = shapes or [gradient.shape for gradient in gradients]",
+            "shapes = [gradient.shape for gradient in gradients]",
+        ),
+        "the norm of elements has other chunks than that of rows": (
+            "if row < math.prod(shape[1:]) or gradient.dim() < len(shape):",
+            "if row < math.prod(shape[1:]):",
         ),
     },
     ("exchange/optimizer.py", "tests/exchange/test_residual_transfer.py"): {
@@ -90,8 +94,8 @@ MUTATIONS: Table = {
     },
     ("exchange/at_owners.py", "tests/exchange/test_at_owners.py"): {
         "one copy owns the whole matrices of all buckets": (
-            "ShardBucket(layout, comm, whole, first=number, on_host=on_host)",
-            "ShardBucket(layout, comm, whole, on_host=on_host)",
+            "self._make(Shared(layout, self._comm, whole, len(self.buckets), self._on_host))",
+            "self._make(Shared(layout, self._comm, whole, 0, self._on_host))",
         ),
     },
     ("exchange/bucket_exchange.py", "tests/exchange/test_shard_bucket.py"): {
@@ -104,6 +108,12 @@ MUTATIONS: Table = {
         "the sums of a pass replace those of the passes before it": (
             "sums.view(-1) if self._summed is None else self._summed.add_(sums.view(-1))",
             "sums.view(-1)",
+        ),
+    },
+    ("exchange/shard_bucket.py", "tests/laws/test_sharded.py"): {
+        "the state of elements is saved as that of the first ones": (
+            "box=shape, first=begin)",
+            "box=shape)",
         ),
     },
     ("exchange/own_loop.py", "tests/exchange/test_residual_transfer.py"): {

@@ -18,6 +18,14 @@ MUTATIONS: Table = {
             "order = [(first + number) % ranks for number in range(ranks)]",
             "order = list(range(ranks))",
         ),
+        "an expert is the smallest part of a tensor of experts": (
+            "    if row > elements and not by_rows:\n",
+            "    if row > elements and not shape:\n",
+        ),
+        "with many ranks, rows are divided where their squares are summed": (
+            "            if row > finer and not by_rows:\n",
+            "            if row > finer:\n",
+        ),
     },
     ("plan/collectives.py", "tests/plan/test_collectives.py"): {
         "each rank hands over the numbers of all ranks' rows": (

@@ -56,6 +56,12 @@ MUTATIONS: Table = {
             "block, room = block[room:], CHECKED_BYTES",
         ),
     },
+    ("state/tensor_file.py", "tests/state/test_pieces.py"): {
+        "each box of a file's elements is read from the first of them": (
+            "        begin += found.numel() * tensor.dtype.itemsize\n",
+            "",
+        ),
+    },
     ("state/read_together.py", "tests/state/test_read_together.py"): {
         "rank 0 does not learn of damage that another rank finds": (
             "        if each is not None:\n",
@@ -124,6 +130,10 @@ MUTATIONS: Table = {
             "if not inside or (first_place.shape, first.dtype) != (place.shape, piece.dtype):",
             "if not inside or first_place.shape != place.shape:",
         ),
+        "elements that a rank owns are the first ones of their box": (
+            "_boxes(self.box, self.first, self.first + size[0])",
+            "_boxes(self.box, 0, size[0])",
+        ),
     },
     ("state/buddies.py", "tests/state/test_buddies.py"): {
         "a commit that lacks a piece is chosen": (
@@ -141,6 +151,7 @@ MUTATIONS: Table = {
     },
     ("state/transfer.py", "tests/state/test_transfer.py"): {
         "a piece that begins before a part is not sent": ("max(piece.shape[0] for piece in pieces) + 1", "0"),
+        "only the first box of a part arrives": ("enumerate(boxes)", "enumerate(boxes[:1])"),
         "a lost piece is what was in memory before": ('if extra else ""', 'if extra > 0 else ""'),
         "pieces of another dtype are reinterpreted": ("{(each.dtype, *each.whole) for", "{(*each.whole,) for"),
         "small pieces for many ranks make chunks small": (
