@@ -80,7 +80,7 @@ def elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks that divide the optimizer divide rows, too, as if these were long."""
     monkeypatch.setattr(shards, "_CHUNK", 16)
     monkeypatch.setattr(shards, "_MOST_CHUNKS", 1 << 20)
-    monkeypatch.setattr(norms, "_chunk", shards.chunk)
+    monkeypatch.setattr(norms, "_sizes_of", norms._sizes)
 
 
 @pytest.fixture(scope="session")

@@ -70,8 +70,7 @@ class SoloComm:
 class UnderWay(Finished):
     """The handle of a collective that takes as long as it may: it completes when it is waited for."""
 
-    def done(self) -> bool:
-        """Return False."""
+    def done(self) -> bool:  # noqa: D102
         return False
 
 
@@ -92,8 +91,7 @@ class ImaginedComm(SoloComm):
         self.local_size, self.local_rank = size, rank
         self.traffic = Traffic() if traffic is None else traffic
 
-    def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
-        """Return `tensor`."""
+    def allreduce(self, tensor: Tensor, *, name: str) -> Finished:  # noqa: D102
         self.traffic.sent += 2 * tensor.nbytes
         return UnderWay(tensor)
 
@@ -113,8 +111,7 @@ class ImaginedComm(SoloComm):
         self.traffic.sent += tensor.nbytes
         return UnderWay(tensor.tensor_split(self.size)[0].clone())
 
-    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
-        """Return a communicator of as many ranks."""
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:  # noqa: D102
         return ImaginedComm(len(ranks), self.traffic, local_rank)
 
 

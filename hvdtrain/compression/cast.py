@@ -42,8 +42,7 @@ class Plain(Compressor):
     It sums in the dtype of the gradients; bfloat16 in fp32, because Horovod cannot sum it (horovod/horovod#4047).
     """
 
-    def make_work(self) -> Tensor:
-        """Return a buffer of the dtype that is summed."""
+    def make_work(self) -> Tensor:  # noqa: D102
         return self.shape.zeros(dtype=torch.float32 if self.shape.dtype == torch.bfloat16 else None)
 
     def exchange(self, out: Tensor) -> Phases:
@@ -80,8 +79,7 @@ class Fp16(Compressor):
         self._exponent, self._steps = max(low, min(high, exponent)), steps
         self.scale = math.ldexp(1.0, self._exponent)
 
-    def make_work(self) -> Tensor:
-        """Return the buffer that is sent."""
+    def make_work(self) -> Tensor:  # noqa: D102
         return self.shape.zeros(dtype=torch.float16)
 
     def pack(self, index: int, gradient: Tensor | None, weight: float = 1.0) -> None:
@@ -153,7 +151,6 @@ class _ByOwners(Compressor):
         self._sum = self.add_buffer(self._shard)
 
     def make_work(self) -> Tensor:
-        """Return the buffer that is sent, padded to equal shards."""
         return self.shape.zeros(shard_length(self.shape.length, self.comm.size) * self.comm.size, self.dtype)
 
     def _sum_shards(self) -> Generator[Handle, Tensor, Tensor]:

@@ -44,18 +44,15 @@ class Bf16Coding(Coding):
     def __init__(self, device: torch.device) -> None:
         return
 
-    def encode(self, shards: Tensor) -> Tensor:
-        """Round."""
+    def encode(self, shards: Tensor) -> Tensor:  # noqa: D102
         return shards.to(torch.bfloat16).view(-1)
 
-    def sum(self, received: Tensor, out: Tensor) -> None:
-        """Add up in fp32."""
+    def sum(self, received: Tensor, out: Tensor) -> None:  # noqa: D102
         rows = received.view(-1, len(out))
         for piece in pieces(len(out), rows):
             sum_rows(rows[:, piece], out[piece])
 
-    def decode(self, received: Tensor, out: Tensor) -> None:
-        """Widen."""
+    def decode(self, received: Tensor, out: Tensor) -> None:  # noqa: D102
         out.copy_(received.view(out.shape))
 
 
@@ -68,8 +65,7 @@ class Fp16Coding(Coding):
     def __init__(self, device: torch.device) -> None:
         return
 
-    def encode(self, shards: Tensor) -> Tensor:
-        """Divide and round."""
+    def encode(self, shards: Tensor) -> Tensor:  # noqa: D102
         count, length = shards.shape
         largest = torch.maximum(shards.amax(1), -shards.amin(1))
         powers = (largest.view(torch.int32) & _EXPONENT).view(torch.float32).mul_(_TO_FP16).clamp_(min=_NORMAL)
@@ -79,14 +75,12 @@ class Fp16Coding(Coding):
             rows[:, piece] = shards[:, piece] / powers.unsqueeze(1)
         return rows.view(-1)
 
-    def sum(self, received: Tensor, out: Tensor) -> None:
-        """Add up in fp32."""
+    def sum(self, received: Tensor, out: Tensor) -> None:  # noqa: D102
         rows = received.view(-1, _fp16_row(len(out)))
         for piece in pieces(len(out), rows):
             sum_rows(rows[:, piece].float().mul_(rows[:, -2:].view(torch.float32)), out[piece])
 
-    def decode(self, received: Tensor, out: Tensor) -> None:
-        """Widen and multiply."""
+    def decode(self, received: Tensor, out: Tensor) -> None:  # noqa: D102
         rows = received.view(len(out), -1)
         out.copy_(rows[:, : out.shape[1]]).mul_(rows[:, -2:].view(torch.float32))
 
@@ -102,8 +96,7 @@ class Int8Coding(Coding):
         self._blocks = Int8Blocks(device)
         self._last = torch.zeros(1, BLOCK, device=device)
 
-    def encode(self, shards: Tensor) -> Tensor:
-        """Round to the nearest code."""
+    def encode(self, shards: Tensor) -> Tensor:  # noqa: D102
         count, length = shards.shape
         padded, row_bytes = int8_row(length, 1)
         sent = torch.empty(count * row_bytes, dtype=torch.uint8, device=shards.device)
@@ -128,8 +121,7 @@ class Int8Coding(Coding):
                 self._last.zero_()[0, : len(shard) - start] = shard[start:]
                 self._blocks.encode(self._last, codes[whole:], scales[whole:])
 
-    def sum(self, received: Tensor, out: Tensor) -> None:
-        """Add up in fp32, block by block."""
+    def sum(self, received: Tensor, out: Tensor) -> None:  # noqa: D102
         views = self._blocks.views(received, int8_row(len(out), 1)[0])
         start = 0
         for number in range(len(views[0].codes)):
@@ -138,8 +130,7 @@ class Int8Coding(Coding):
             place.copy_(total[: len(place)])
             start += len(total)
 
-    def decode(self, received: Tensor, out: Tensor) -> None:
-        """Multiply codes by scales."""
+    def decode(self, received: Tensor, out: Tensor) -> None:  # noqa: D102
         padded = int8_row(out.shape[1], 1)[0]
         views = self._blocks.views(received, padded)
         if not self._blocks.at_once:

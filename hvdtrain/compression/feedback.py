@@ -42,12 +42,10 @@ class Feedback(Compressor):
         else:
             add(self._residuals[index], gradient, alpha=weight, out=self.views[index])
 
-    def exchange(self, out: Tensor) -> Phases:
-        """Exchange as the inner compressor does."""
+    def exchange(self, out: Tensor) -> Phases:  # noqa: D102
         yield from self._inner.exchange(out)
 
-    def figures(self) -> Tensor | None:
-        """Return those of the inner compressor."""
+    def figures(self) -> Tensor | None:  # noqa: D102
         return self._inner.figures()
 
     def commit(self, figures: Sequence[float], *, applied: bool) -> None:
@@ -59,8 +57,7 @@ class Feedback(Compressor):
             self._residual, self._residuals = self.work, self.views
             self.work, self.views = self._inner.work, self._inner.views
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the residual."""
+    def rescale(self, factor: float) -> None:  # noqa: D102
         self._residual.mul_(factor)
 
     def synchronize_state(self) -> None:
@@ -79,8 +76,7 @@ class Feedback(Compressor):
             self.comm.allreduce(residual, name=f"{self.shape.name}/residual").wait()
             residual.div_(self.comm.size)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the residuals and the inner state."""
+    def state_dict(self) -> dict[str, Tensor]:  # noqa: D102
         return {**self._inner.state_dict(), **self._by_name(self._residuals)}
 
     def _by_name(self, residuals: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -96,6 +92,5 @@ class Feedback(Compressor):
             else:
                 residual.copy_(saved).mul_(ranks / self.comm.size)
 
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers."""
+    def buffers(self) -> list[Tensor]:  # noqa: D102
         return [*self._inner.buffers(), self._residual]

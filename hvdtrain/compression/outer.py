@@ -69,8 +69,7 @@ class Blocks(OuterCoding):
         self._bits, self._block, self._scales = OUTER_BLOCKS[name]
         self._top = (1 << (self._bits - 1)) - 1
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Divide by the scale and round, or compare with the mean magnitude."""
+    def encode(self, values: Tensor, out: Tensor) -> None:  # noqa: D102
         codes, scales = self._views(out)
         for rows, blocks in _rows(values, self._block):
             if self._bits == 2:
@@ -87,8 +86,7 @@ class Blocks(OuterCoding):
             scaled = blocks * torch.where(high > _SMALLEST, 1 / high, 0.0)
             codes[rows] = _pack(scaled.round_().add_(self._top).to(torch.uint8), self._bits)
 
-    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
-        """Multiply codes by scales, and add."""
+    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:  # noqa: D102
         codes, scales = self._views(payload)
         for rows, place in _places(len(total), self._block, total.device):
             found = _unpack(codes[rows], self._bits)
@@ -136,8 +134,7 @@ class ChunkedTopK(OuterCoding):
         super().__init__(name, number)
         self._count = outer_count(number)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        """Choose, and code."""
+    def encode(self, values: Tensor, out: Tensor) -> None:  # noqa: D102
         if not len(values):
             return
         positions, codes, magnitudes = self._views(out)
@@ -149,8 +146,7 @@ class ChunkedTopK(OuterCoding):
             codes[rows] = _pack(is_large.to(torch.uint8) + 2 * is_negative, 2)
             positions[rows] = _pack_positions(index)
 
-    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:
-        """Decode, and add."""
+    def add(self, payload: Tensor, total: Tensor, weight: float = 1.0) -> None:  # noqa: D102
         if not len(total):
             return
         positions, codes, magnitudes = self._views(payload)

@@ -27,6 +27,14 @@ def _not_negative(meaning_of_0: str) -> _Rule:
     return lambda value: value >= 0, f"0 ({meaning_of_0}) or more"
 
 
+def _is_http(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0  # port: ValueError if too large
+    except ValueError:
+        return False
+
+
 def _is_store(text: str) -> bool:
     try:
         url = urlsplit(text)
@@ -74,6 +82,7 @@ _RULES: Mapping[str, _Rule] = {
         lambda value: 1 <= value <= 65535 if isinstance(value, int) else value.endswith(".prom"),
         "a port, 1 to 65535, or a file NAME.prom",
     ),
+    "observe.otlp": (_is_http, "a URL such as http://collector:4318"),
     "observe.price_per_hour": _not_negative("free"),
     "run_dir": (
         lambda value: value and not is_url(value),

@@ -19,6 +19,7 @@ _METAVARS = {
     **dict.fromkeys(("data.text", "data.chat", "data.validation"), "GLOB"),
     **dict.fromkeys(("observe.timeline", "observe.profile"), "STEPS"),
     "observe.prometheus": "PORT|FILE",
+    "observe.otlp": "URL",
     "resume": "CHECKPOINT",
     "parallel.compression": "NAME",
 }

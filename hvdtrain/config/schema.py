@@ -286,6 +286,7 @@ class ObserveConfig:
             write(record) and close(), as file.py:name or module:name
         prometheus: metrics for Prometheus, by rank 0: a port of its host, on 127.0.0.1 only, or FILE.prom, a file for
             the textfile collector of node_exporter (default: none)
+        otlp: URL of a collector of OpenTelemetry, which gets these metrics every 10 s by http/protobuf (default: none)
         timeline: steps that Horovod's Timeline records into RUN/timeline: FIRST:LAST, all, off, or auto (steps 10 to 20
             if recording is free on this machine, otherwise none)
         profile: steps that torch.profiler records, one file per rank: FIRST:LAST, all or off
@@ -304,6 +305,7 @@ class ObserveConfig:
     line_every_s: float = 5.0
     sinks: list[str] | str = field(default_factory=list)
     prometheus: int | str | None = None
+    otlp: str | None = None
     timeline: str = "auto"
     profile: str = "off"
     nvtx: bool = False

@@ -90,8 +90,7 @@ class AmongCopies(DividedSums):
         limit = sum(each.limit_bytes for each in self._divided)
         return Gathers(self._model, bucket_of, self._spans, limit)
 
-    def owned(self) -> Mapping[str, Owned]:
-        """Return what this rank's optimizer updates."""
+    def owned(self) -> Mapping[str, Owned]:  # noqa: D102
         return self._layout.owned
 
     def begin(self) -> None:
@@ -199,8 +198,7 @@ class AmongCopies(DividedSums):
         for each in self._divided:
             each.end_pass()
 
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums of what this rank updates. Collective: yes."""
+    def finish(self) -> list[Tensor]:  # noqa: D102
         self.complete()  # of parameters that no forward pass has used
         self._count_passes()
         if self._most is not None:  # ranks with fewer micro-batches take part with zeros
@@ -231,14 +229,12 @@ class AmongCopies(DividedSums):
     def _trained_names(self) -> list[str]:
         return self._layout.trained_names()
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes."""
+    def norm(self, gradients: list[Tensor]) -> Tensor:  # noqa: D102
         if self.leaves is not None:
             return norm_by_row(self._layout.owned, self._layout.parameters, self._comm, self._name)
         return self._layout.norm(gradients)
 
-    def spread(self) -> None:
-        """Start to send what this rank has updated to the other copies. Collective: yes, if the update is divided."""
+    def spread(self) -> None:  # noqa: D102
         if self._divided:
             self._optimizer.zero_grad()  # what is sent takes their memory
             self.send()
@@ -267,8 +263,7 @@ class AmongCopies(DividedSums):
         if self._coded is not None:  # else the optimizer's are in the same memory
             self._coded.take_changes()
 
-    def before_load(self, values: Mapping[str, Any]) -> None:
-        """Use the model's parameters, which were loaded."""
+    def before_load(self, values: Mapping[str, Any]) -> None:  # noqa: D102
         for each in self._divided:
             for bucket in each.buckets:
                 bucket.read_model()
@@ -278,20 +273,17 @@ class AmongCopies(DividedSums):
         """Whether the compression uses error feedback."""
         return self._coded is not None and self._coded.keeps_error
 
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters by bucket."""
+    def parameters_by_collective(self) -> dict[str, list[str]]:  # noqa: D102
         return {name: names for each in self._layout.every for name, names in each.parameter_names().items()}
 
-    def copies(self) -> Mapping[str, int]:
-        """Return how many ranks sum the gradient of a parameter, by name, where it is not all."""
+    def copies(self) -> Mapping[str, int]:  # noqa: D102
         return self._layout.copies()
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of the buckets."""
         return [buffer for each in self._layout.every for buffer in each.buffers()]
 
-    def close(self) -> None:
-        """Remove the hooks."""
+    def close(self) -> None:  # noqa: D102
         self._remove_hooks()
         self._gathers.close()
         self._layout.close()

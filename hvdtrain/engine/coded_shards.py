@@ -75,14 +75,12 @@ class CodedShards(Residuals):
         for bucket in self._buckets:
             bucket.take_changes()
 
-    def commit(self, *, applied: bool) -> None:
-        """Keep or discard the new residuals."""
+    def commit(self, *, applied: bool) -> None:  # noqa: D102
         self.undelivered.commit(applied=applied)
         for bucket in self._buckets:
             bucket.commit(applied=applied)
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
+    def rescale(self, factor: float) -> None:  # noqa: D102
         self.undelivered.rescale(factor)
         for bucket in self._buckets:
             bucket.rescale(factor)
@@ -114,8 +112,7 @@ class CodedShards(Residuals):
             found |= bucket.masters() if self._is_inexact else {}
         return found
 
-    def state_place(self, key: str) -> Place | None:
-        """Return the place of exact parameters."""
+    def state_place(self, key: str) -> Place | None:  # noqa: D102
         return self.owned()[key.rpartition("/")[0]].place if key.endswith(MASTER) else None
 
     def residual_ranks(self, key: str) -> Sequence[int]:

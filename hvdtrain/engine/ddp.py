@@ -127,8 +127,7 @@ class DdpSums(OneRank):
         with naming_lost_rank("the exchange of gradients"):
             call()
 
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums. Collective: yes."""
+    def finish(self) -> list[Tensor]:  # noqa: D102
         for name, buffer, sent, work in self._under_way:
             try:
                 work.wait()

@@ -114,8 +114,7 @@ class FsdpSums(DividedSums):
         if self._groups is not None:
             self._groups.begin()
 
-    def forward(self, call: Callable[[], Loss]) -> Loss:
-        """Run a forward pass of a step. Collective: yes."""
+    def forward(self, call: Callable[[], Loss]) -> Loss:  # noqa: D102
         if self._groups is not None:
             self._groups.forward()
         with self._named_errors():
@@ -131,8 +130,7 @@ class FsdpSums(DividedSums):
             else:
                 call()
 
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums of this rank's rows. Collective: yes."""
+    def finish(self) -> list[Tensor]:  # noqa: D102
         self.end_pass()
         if self._collectives is not None:
             self._collectives.finish()
@@ -165,13 +163,11 @@ class FsdpSums(DividedSums):
         for module in self._modules.values():
             module.reshard()
 
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters in each collective by our communicators."""
+    def parameters_by_collective(self) -> dict[str, list[str]]:  # noqa: D102
         between = {} if self._groups is None else self._groups.parameter_names()
         return between if self._collectives is None else {**self._collectives.parameter_names, **between}
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes."""
+    def norm(self, gradients: list[Tensor]) -> Tensor:  # noqa: D102
         if self._in_order:
             return norm_by_row(self._owned, self._parameters, self._comm)
         everyone = self._layout.everyone
@@ -181,8 +177,7 @@ class FsdpSums(DividedSums):
         """Return the buckets of the exchange between groups."""
         return [] if self._groups is None else self._groups.buffers()
 
-    def close(self) -> None:
-        """Remove the hooks."""
+    def close(self) -> None:  # noqa: D102
         self._used.close()
         if self._groups is not None:
             self._groups.close()

@@ -128,8 +128,7 @@ class BetweenGroups(BetweenCopies):
         tensors, values = super().state_dict()
         return tensors, {**values, "plan": None}  # it follows from the model
 
-    def state_place(self, key: str) -> Place | None:
-        """Return the place of a residual."""
+    def state_place(self, key: str) -> Place | None:  # noqa: D102
         return self._owned[key.rpartition("/")[0]].place
 
     def residual_ranks(self, key: str) -> Sequence[int]:

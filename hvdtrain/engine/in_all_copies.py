@@ -58,8 +58,7 @@ class InAllCopies(Sums):
         if self.leaves is not None and self.schedule.left:
             self.leaves.take(self.reducer.named)
 
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums. Collective: yes."""
+    def finish(self) -> list[Tensor]:  # noqa: D102
         return self.reducer.finish()
 
     def unused(self) -> list[bool]:
@@ -76,23 +75,19 @@ class InAllCopies(Sums):
         """Remove the gradients of parameters that no rank has used."""
         self.reducer.leave_out(numbers)
 
-    def values(self) -> dict[str, Any]:
-        """Return the chosen compression."""
+    def values(self) -> dict[str, Any]:  # noqa: D102
         return {"compression": None if self.undecided else self.compression}
 
-    def before_load(self, values: Mapping[str, Any]) -> None:
-        """Use the compression that was chosen."""
+    def before_load(self, values: Mapping[str, Any]) -> None:  # noqa: D102
         if self.undecided and values.get("compression"):
             self.set_compression(values["compression"])
 
-    def parameters_by_collective(self) -> dict[str, list[str]]:
-        """Return the names of the parameters by bucket."""
+    def parameters_by_collective(self) -> dict[str, list[str]]:  # noqa: D102
         return self.reducer.parameter_names()
 
     def buffers(self) -> list[Tensor]:
         """Return the buckets."""
         return self.reducer.buffers()
 
-    def close(self) -> None:
-        """Remove the hooks."""
+    def close(self) -> None:  # noqa: D102
         self.reducer.close()

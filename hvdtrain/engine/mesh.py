@@ -171,16 +171,13 @@ class Cuts(Layout):
         """Return the names of all trained parameters; this rank may have none of some."""
         return self._names
 
-    def leads(self, name: str) -> bool:
-        """Return whether this rank is the first one of those with copies of what it holds of a trained parameter."""
+    def leads(self, name: str) -> bool:  # noqa: D102
         return self._leads.get(name, False)
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes."""
+    def norm(self, gradients: list[Tensor]) -> Tensor:  # noqa: D102
         return norm_of_parts(self.owned, self._comm, self._model)
 
-    def copies(self) -> Mapping[str, int]:
-        """Return how many ranks sum the gradient of each parameter."""
+    def copies(self) -> Mapping[str, int]:  # noqa: D102
         return {name: 1 if each is None else each.ranks for name, each in self.exchanges.items()}
 
 

@@ -33,13 +33,11 @@ class OneRank(Sums, Residuals):
         """Look for parameters that were added. Errors: TaskError: one is from outside the model."""
         self._parameters = self._optimized()
 
-    def begin(self) -> None:
-        """Start a step."""
+    def begin(self) -> None:  # noqa: D102
         if self.leaves is not None:
             self.leaves.begin(self.positions, self.schedule.left)
 
-    def backward(self, call: Callable[[], None]) -> None:
-        """Run a backward pass."""
+    def backward(self, call: Callable[[], None]) -> None:  # noqa: D102
         call()
         if self.leaves is not None:
             self.leaves.take(self._parameters)
@@ -48,8 +46,7 @@ class OneRank(Sums, Residuals):
         """Return the norm of the gradients."""
         return super().norm(gradients) if self.leaves is None else norm_in_order(p for _, p in self._parameters)
 
-    def finish(self) -> list[Tensor]:
-        """Add the residuals to the gradients."""
+    def finish(self) -> list[Tensor]:  # noqa: D102
         if self.leaves is not None:
             self.leaves.give(self._parameters)
         self._delivered = []
@@ -79,8 +76,7 @@ class OneRank(Sums, Residuals):
         if applied and self._delivered:
             self._residuals = self._residuals.without_keys(self._delivered)
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the residuals."""
+    def rescale(self, factor: float) -> None:  # noqa: D102
         self._residuals.rescale(factor)
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

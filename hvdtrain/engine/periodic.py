@@ -108,12 +108,10 @@ class PeriodicEngine(Engine):
         return self.inner.schedule
 
     @property
-    def compression(self) -> str:
-        """The compression of gradients among the ranks that exchange them."""
+    def compression(self) -> str:  # noqa: D102
         return self._compression
 
-    def buffers(self) -> list[Tensor]:
-        """Return the memory of the exchanges, and of workers."""
+    def buffers(self) -> list[Tensor]:  # noqa: D102
         found = [*self.inner.buffers()]
         for worker in self._workers.values():
             found += [*worker.parameters, *worker.buffers]
@@ -293,14 +291,12 @@ class PeriodicEngine(Engine):
 
     # State
 
-    def complete(self) -> None:
-        """Wait until all that is running has arrived."""
+    def complete(self) -> None:  # noqa: D102
         self.inner.complete()
         if self._outer is not None:
             self._outer.receive()
 
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the state's tensors as if it were synchronized. Collective: yes."""
+    def synchronized_state(self) -> dict[str, Tensor]:  # noqa: D102
         return self._tensors(self.inner.synchronized_state())
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -354,8 +350,7 @@ class PeriodicEngine(Engine):
         """Whether ranks have different parts of the state: each has that of its workers."""
         return True
 
-    def keeps(self, key: str) -> bool:
-        """Return whether this rank has use for a tensor of the state."""
+    def keeps(self, key: str) -> bool:  # noqa: D102
         prefix, _, rest = key.partition("/")
         return prefix != _PREFIX or int(rest.partition("/")[0]) in self.links.served
 

@@ -92,16 +92,13 @@ class WholeModel(Layout):
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         check_same_names(self._comm, names, name=f"{self._name}/trained")
 
-    def trained_names(self) -> list[str]:
-        """Return the names of all trained parameters with elements."""
+    def trained_names(self) -> list[str]:  # noqa: D102
         return list(self.exchanges)
 
-    def leads(self, name: str) -> bool:
-        """Return whether this is rank 0."""
+    def leads(self, name: str) -> bool:  # noqa: D102
         return self._comm.rank == 0 and name in self.exchanges
 
-    def norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of the whole gradient. Collective: yes."""
+    def norm(self, gradients: list[Tensor]) -> Tensor:  # noqa: D102
         squared = squared_norm(gradients, self._exchange.shapes())
         return norm_of_owned(squared, self._comm, self._model, self._name)
 

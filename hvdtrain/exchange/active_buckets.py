@@ -117,22 +117,19 @@ class ActiveBuckets(Residuals):
         """Whether the sums are finite, as far as compressors with state or loss check it. Equal on all ranks."""
         return all(map(is_finite, (self._figures or Figures(self._compressors())).read()))
 
-    def commit(self, *, applied: bool) -> None:
-        """Keep the changes of the exchange to compressors' state; drop them if the step was not applied."""
+    def commit(self, *, applied: bool) -> None:  # noqa: D102
         commit_all(self._compressors(), applied=applied, figures=self._figures)
         if applied and self._delivered and self.exchange is not None:
             self.detached = self.detached.without_keys(self._delivered)
             self._delivered = []
             self.exchange.add_residuals({})
 
-    def rescale(self, factor: float) -> None:
-        """Multiply all residuals, because gradients are multiplied by `factor` from now on."""
+    def rescale(self, factor: float) -> None:  # noqa: D102
         self.detached.rescale(factor)
         for compressor in self._compressors():
             compressor.rescale(factor)
 
-    def synchronize_state(self) -> None:
-        """Make the state equal on all ranks, so that one rank can save it. Collective: yes."""
+    def synchronize_state(self) -> None:  # noqa: D102
         for compressor in self._compressors():
             compressor.synchronize_state()
 
@@ -148,8 +145,7 @@ class ActiveBuckets(Residuals):
         """Return all ranks."""
         return range(self.ranks)
 
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors (not copied) and plain values; equal on all ranks after `synchronize_state`."""
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:  # noqa: D102
         state = self._state()
         return dict(state.tensors), {"plan": self.exchange and asdict(self.exchange.plan), "ranks": state.ranks}
 

@@ -192,6 +192,5 @@ class CodedShardBucket(ShardBucket):
                 parameter.detach().copy_(saved)
         self._remember()
 
-    def buffers(self) -> list[Tensor]:
-        """Return the memory in use."""
+    def buffers(self) -> list[Tensor]:  # noqa: D102
         return [*super().buffers(), *(t for t in (self._residual, self._left) if t is not None), *(self._seen or ())]

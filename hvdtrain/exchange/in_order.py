@@ -172,8 +172,7 @@ class InOrder(Compressor):
         gathered = yield self.comm.allgather(total, name=f"{self.shape.name}/sums")
         out.copy_(gathered[: self.shape.length])
 
-    def buffers(self) -> list[Tensor]:
-        """Return the memory of all nodes."""
+    def buffers(self) -> list[Tensor]:  # noqa: D102
         return [*super().buffers(), *(work for work, _ in self._rest)]
 
 

@@ -11,10 +11,17 @@ from torch import Tensor
 
 from hvdtrain.plan.shards import chunk
 
-_chunk = lru_cache(maxsize=1 << 16)(chunk)
+
+def _sizes(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the elements of a chunk, and its rows of dimension 0; no rows if these are divided."""
+    row, step = chunk(shape)
+    return row * step, step if row == math.prod(shape[1:]) else 0
 
 
-def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | None = None) -> Tensor:
+_sizes_of = lru_cache(maxsize=1 << 16)(_sizes)
+
+
+def squared_norm(gradients: Sequence[Tensor], shapes: Sequence[Sequence[int]] | None = None) -> Tensor:
     """Return the squared L2 norm of gradients: float64, on the device of the first.
 
     Norms of chunks are in fp32, which is as fast as memory; their squares are added up in float64, in which sums hardly
@@ -23,7 +30,11 @@ def squared_norm(gradients: Sequence[Tensor], shapes: Iterable[Sequence[int]] | 
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
     shapes = shapes or [gradient.shape for gradient in gradients]
-    chunks = [part for each in zip(gradients, shapes, strict=True) for part in _chunks(*each)]
+    chunks = [
+        part
+        for gradient, shape, (elements, rows) in zip(gradients, shapes, map(_sizes_of, shapes), strict=True)
+        for part in ((gradient,) if gradient.shape[:1] <= (rows,) else _chunks(gradient, shape, elements, rows))
+    ]
     norms = list(torch._foreach_norm(chunks))
     if len({(each.dtype, each.device) for each in norms}) > 1:
         norms = [each.to(norms[0].device, torch.float64) for each in norms]
@@ -45,14 +56,10 @@ def squares_by_row(gradients: Iterable[Tensor | None], parameters: Iterable[Tens
     return torch.cat(found).square_() if found else torch.zeros(0, dtype=torch.float64)
 
 
-def _chunks(gradient: Tensor, shape: Sequence[int]) -> Sequence[Tensor]:
-    """Return the chunks of a gradient, or of consecutive rows or elements of one, of a parameter's shape."""
-    row, step = _chunk(tuple(shape))
-    if gradient.numel() <= step * row:
-        return (gradient,)
-    if row < math.prod(shape[1:]) or gradient.dim() < len(shape):
-        return torch.split(gradient.reshape(-1), step * row)
-    return torch.split(gradient, step)
+def _chunks(gradient: Tensor, shape: Sequence[int], elements: int, rows: int) -> Sequence[Tensor]:
+    if rows and gradient.dim() == len(shape):
+        return torch.split(gradient, rows)
+    return torch.split(gradient.reshape(-1), elements)
 
 
 def norm(squared: Tensor) -> Tensor:

@@ -93,13 +93,11 @@ class Reducer(ActiveBuckets, Sums):
         self._provisional = False
         self._set_parameters(list(parameters()))
 
-    def begin(self) -> None:
-        """Start a step. Collective: yes, if parameters were added, frozen or freed since the last one."""
+    def begin(self) -> None:  # noqa: D102
         self.refresh()
         self.forget()
 
-    def refresh(self) -> None:
-        """Read the parameters again, between two steps. Collective: yes, if they have changed."""
+    def refresh(self) -> None:  # noqa: D102
         current = list(self._parameters())
         if len(current) != len(self.named) or any(a[1] is not b[1] for a, b in zip(current, self.named, strict=True)):
             self.synchronize_state()
@@ -195,8 +193,7 @@ class Reducer(ActiveBuckets, Sums):
         self.drop_all_but_residuals(comm.size)
         self.forget()
 
-    def close(self) -> None:
-        """Remove the hooks from the parameters."""
+    def close(self) -> None:  # noqa: D102
         for hook, _ in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -68,8 +68,7 @@ class Undelivered(Residuals):
             delivered = self._delivers()
             self.sums = {name: tensor for name, tensor in self.sums.items() if name not in delivered}
 
-    def rescale(self, factor: float) -> None:
-        """Multiply all residuals."""
+    def rescale(self, factor: float) -> None:  # noqa: D102
         for residual in self.sums.values():
             residual.mul_(factor)
 
@@ -77,8 +76,7 @@ class Undelivered(Residuals):
         """Return those that are not delivered yet."""
         return {residual_key(name): t for name, t in self.sums.items()}, {"plan": None, "ranks": 1}
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load those of an exchange with a compression."""
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # noqa: D102
         ranks = int(values["ranks"])
         self.sums = {k.rpartition("/")[0]: t * ranks for k, t in tensors.items() if is_residual(k)}
 

@@ -27,8 +27,7 @@ class InOrderShardBucket(ShardBucket):
         self._sum_dtype = torch.promote_types(self._sum_dtype, torch.float32)
         self.clear()
 
-    def clear(self) -> None:
-        """Free the sums of the last step."""
+    def clear(self) -> None:  # noqa: D102
         super().clear()
         self._nodes: list[Tensor] = []  # what this rank sends, by node
         self._passes: PassSums | None = None
@@ -70,10 +69,8 @@ class InOrderShardBucket(ShardBucket):
         return super()._sums()
 
     @property
-    def kept_bytes(self) -> int:  # type: ignore[override]
-        """Memory of the sums of this rank."""
+    def kept_bytes(self) -> int:  # type: ignore[override]  # noqa: D102
         return super().kept_bytes if self._passes is None else self._passes.nbytes
 
-    def buffers(self) -> list[Tensor]:
-        """Return the memory in use."""
+    def buffers(self) -> list[Tensor]:  # noqa: D102
         return [*super().buffers(), *self._nodes]

@@ -194,8 +194,7 @@ class ImaginedDdp(ImaginedComm):
         self._dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(compression)
         self._errors: dict[str, Tensor] | None = {} if compression == "powersgd" else None
 
-    def allreduce(self, tensor: Tensor, *, name: str) -> Finished:
-        """Return `tensor`."""
+    def allreduce(self, tensor: Tensor, *, name: str) -> Finished:  # noqa: D102
         done = super().allreduce(tensor, name=name)
         if not tensor.is_floating_point():
             return done
@@ -222,7 +221,6 @@ class _Approximated(UnderWay):
         self._copy = tensor.clone()
 
     def wait(self) -> Tensor:
-        """Return the tensor."""
         self._errors[self._name] = self._copy - self._tensor
         return super().wait()
 

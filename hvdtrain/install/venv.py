@@ -123,7 +123,7 @@ def plan(project: Path, venv: Path, base: BaseInterpreter) -> tuple[Step, ...]:
     pip = (python, "-m", "pip", "install", "--quiet", "--constraint", str(venv / "constraints.txt"))
     first = ("setuptools", "wheel", "pip") + (() if base.shared_folders else ("torch",))
     own_mpi = () if base.has_mpi else (OPEN_MPI,)
-    extras = f"{EXTRAS},s3,onnx,prometheus,test,bench"
+    extras = f"{EXTRAS},s3,onnx,prometheus,otlp,test,bench"
     rest = ("--no-build-isolation", "--editable", f"{project}[{extras}]", *own_mpi)
     torch = ("installing torch", "30 s; minutes if it includes CUDA")
     if base.shared_folders:

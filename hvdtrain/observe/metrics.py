@@ -1,4 +1,4 @@
-"""The present figures of a run, under names for Prometheus. Pure.
+"""The present figures of a run, under names for Prometheus and OpenTelemetry. Pure.
 
 A rank has six numbers at most, so a job of 1,024 ranks has 6,144 of them.
 """

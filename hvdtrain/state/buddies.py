@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -32,14 +34,16 @@ def choose_buddies(hosts: Sequence[str], leaving: Sequence[bool]) -> list[int | 
     by_host: dict[str, list[int]] = {host: [] for host in hosts}
     for rank in staying:
         by_host[hosts[rank]].append(rank)
-    names, met = list(by_host), dict.fromkeys(by_host, 0)
+    order, met = [rank for of_host in by_host.values() for rank in of_host], Counter[str]()
+    ends = dict(zip(by_host, accumulate(map(len, by_host.values())), strict=True))
     found: list[int | None] = []
     for rank, host in enumerate(hosts):
-        place, number = names.index(host), met[host]
+        if away := len(order) - len(by_host[host]):  # in a circle, those of the hosts after this one
+            found.append(order[(ends[host] + met[host] % away) % len(order)])
+        else:
+            near = staying[bisect_right(staying, rank) % len(staying)]
+            found.append(near if near != rank else None)
         met[host] += 1
-        away = [other for name in [*names[place + 1 :], *names[:place]] for other in by_host[name]]
-        near = [other for other in staying if other > rank] + [other for other in staying if other < rank]
-        found.append(away[number % len(away)] if away else near[0] if near else None)
     return found
 
 
@@ -148,7 +152,7 @@ def pool_state(
     offers = allgather_json(comm, [commit.offer() for commit in commits], name="state/commits")
     choice = choose_commit(offers)
     if choice is None:
-        newest = max(offer[0] for own in offers for offer in own)
+        newest = max((offer[0] for own in offers for offer in own), default=0)
         raise LostStateError(
             "ranks were lost together with the ranks that had the copies of their part of the optimizer's state",
             expected="each part in the memory of a remaining rank",

@@ -82,26 +82,20 @@ class ExchangeState(Exchange):
         self._places = {key: exchange.state_place(key) for key in self._state[0]}
         self._owned, self.in_pieces = exchange.owned(), exchange.in_pieces
 
-    def owned(self) -> Mapping[str, Owned] | None:
-        """Return the owned parts in the round that has ended."""
+    def owned(self) -> Mapping[str, Owned] | None:  # noqa: D102
         return self._owned
 
-    def keeps(self, key: str) -> bool:
-        """Return True."""
+    def keeps(self, key: str) -> bool:  # noqa: D102
         return True
 
-    def synchronized_state(self) -> dict[str, Tensor]:
-        """Return the tensors."""
+    def synchronized_state(self) -> dict[str, Tensor]:  # noqa: D102
         return self._state[0]
 
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors and the plain values."""
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:  # noqa: D102
         return self._state
 
-    def state_place(self, key: str) -> Place | None:
-        """Return the place in the round that has ended."""
+    def state_place(self, key: str) -> Place | None:  # noqa: D102
         return self._places.get(key)
 
-    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replace them."""
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:  # noqa: D102
         self._state = dict(tensors), dict(values)

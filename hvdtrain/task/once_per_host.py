@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -57,7 +58,7 @@ def once_per_host(
                 raise PermissionError(errno.EPERM, "it belongs to another user")
             return _build_in(place, key, build, find_whole, continues)
         except OSError as error:
-            log.warning("cannot store data in %s: %s", place, error.strerror or error)
+            _warn_once(str(place), error.strerror or str(error))
             problems.append(f"{place}: {error.strerror or error}")
     raise TransientDataError(
         "no folder can store the prepared data",
@@ -65,6 +66,11 @@ def once_per_host(
         found="; ".join(problems),
         next_step="free some space, or set XDG_CACHE_HOME to a folder with free space",
     )
+
+
+@lru_cache  # streamed text stores again and again
+def _warn_once(place: str, why: str) -> None:
+    log.warning("cannot store data in %s: %s", place, why)
 
 
 def _build_in(

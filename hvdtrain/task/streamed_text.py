@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from bisect import bisect_right
 from collections import deque
@@ -35,6 +36,8 @@ from hvdtrain.task.token_file import TokenFile, write_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 UNIT_BYTES = 1 << 20  # of text, unless the last document has more
 LARGEST = 1 << 26  # bytes of a plain file, which is one document
@@ -114,6 +117,7 @@ class StreamedWindows:
         self._old: deque[tuple[int, Path]] = deque()  # units by the block at which they were not needed any more
         self._documents: Iterator[tuple[Document, _Place]] = iter(())
         self._at: _Place | None = None  # where these documents are
+        self._told = 1  # the number of rows left out from which on to say so again
         self._reader: Any = None  # an executor with one thread, which alone reads documents
 
     def __getitem__(self, position: int) -> Tensor:
@@ -207,3 +211,7 @@ class StreamedWindows:
         if not file.train:
             raise DataError("the text is empty", expected="tokens", found=f"none in {size_bytes:,} bytes of documents")
         self._at = end._replace(tokens=place.tokens + file.train)
+        skipped = self._text.documents.skipped
+        if (found := sum(number for number, _ in skipped.rows.values())) >= self._told:
+            log.warning("the text so far%s", skipped.note())
+            self._told = 2 * found

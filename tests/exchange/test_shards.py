@@ -107,7 +107,7 @@ def test_whole_matrices_are_even_over_the_buckets_of_a_model(ranks: int) -> None
 def test_a_norm_has_the_same_bits_however_it_is_divided(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are those of the whole gradient."""
     monkeypatch.setattr(shards, "_MOST_CHUNKS", most)
-    monkeypatch.setattr(norms, "_chunk", chunk)
+    monkeypatch.setattr(norms, "_sizes_of", norms._sizes)
     for seed in range(5):
         gradient = torch.randn(5000, 300, generator=torch.Generator().manual_seed(seed))
         whole = norm(squared_norm([gradient, torch.ones(3)]))

@@ -1,4 +1,4 @@
-"""Metrics of a run for Prometheus, read by its own library."""
+"""Metrics of a run for Prometheus and OpenTelemetry, read by their own libraries."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
 import hvdtrain
 from hvdtrain.observe import prometheus
 from hvdtrain.observe.metrics import METRICS, RunMetrics
+from hvdtrain.observe.otlp import Otlp
 from hvdtrain.observe.past_journal import read_steps
 from hvdtrain.observe.prometheus import Prometheus
 from tests.support.host import required_tool
 from tests.support.launch import ROOT, TIMEOUT_S, training
 from tests.support.thread_job import train_on_threads
 from tests.support.toy import toy
+from tests.support.web_server import posts
 
 JOB = ("--task", "tests/support/toy.py:toy", "--train.steps", "40", "--checkpoint.every", "0", "--run_dir", "run")
 STEP = {"step": 1, "time": 9.0, "loss": 2.0, "lr": 0.1, "grad_norm": math.nan, "tokens": 8.0, "step_s": 0.5}
@@ -147,11 +151,52 @@ def test_what_cannot_work_ends_the_run_before_its_first_step(wrong: str, monkeyp
     assert not read_steps(Path("run/journal.jsonl"))
 
 
-@pytest.mark.parametrize("option", ["prometheus 0", "prometheus 65536", "prometheus job.txt"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("prometheus 0", "prometheus 65536", "prometheus job.txt"),
+        *("otlp collector:4318", "otlp http://:4318", "otlp http://[bad", "otlp http://collector:99999"),
+    ],
+)
 def test_wrong_values_are_refused(option: str) -> None:
     name, value = option.split()
     with pytest.raises(hvdtrain.HvdtrainError, match=f"--observe.{name} is .* out of range"):
         hvdtrain.train({"observe": {name: int(value) if value.isdigit() else value}}, toy)
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """A collector of OpenTelemetry: its URL, and what it has received."""
+    with posts(
+        lambda request, body: (
+            request.path,
+            request.headers["Content-Type"],
+            ExportMetricsServiceRequest.FromString(body),
+        )
+    ) as found:
+        yield found
+
+
+def test_a_collector_of_opentelemetry_gets_the_same(collector: tuple[str, list[Any]]) -> None:
+    url, received = collector
+    sink = Otlp(url, "name")
+    for record in RECORDS:
+        sink.write(record)
+    sink.close()
+    path, kind, message = received[-1]
+    assert (path, kind) == ("/v1/metrics", "application/x-protobuf")
+    (resource,) = message.resource_metrics
+    assert ("service.name", "hvdtrain") in {
+        (each.key, each.value.string_value) for each in resource.resource.attributes
+    }
+    found = {metric.name: metric for metric in resource.scope_metrics[0].metrics}
+    names = {f"hvdtrain.{metric.name}" for metric in METRICS}
+    assert names - {"hvdtrain.gradient_norm"} == found.keys(), "OpenTelemetry has only finite values"
+    exposed = found["hvdtrain.exposed"]
+    assert exposed.unit == "s" and exposed.sum.is_monotonic
+    points = {tuple(each.value.string_value for each in p.attributes): p.as_double for p in exposed.sum.data_points}
+    assert points == pytest.approx({("name", "0", "a"): 0.016, ("name", "1", "b"): 0.032})
+    assert found["hvdtrain.loss"].gauge.data_points[0].as_double == 2.0
 
 
 TASK = """

@@ -117,8 +117,10 @@ def substitute(tmp_path, monkeypatch):
     return tmp_path / f"hvdtrain-{os.getuid()}"
 
 
-def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_folder(substitute):
+def test_a_cache_that_cannot_be_written_gives_way_to_a_temporary_folder(substitute, caplog):
     folder = prepare()
+    once_per_host("corpus", "another", lambda it: (it / "whole").touch(), lambda it: (it / "whole").exists())
+    assert len(caplog.messages) == 1, "streamed text would warn again and again"
     assert folder.is_relative_to(substitute) and substitute.stat().st_mode & 0o077 == 0
     assert prepare(forbidden) == folder
 

@@ -202,7 +202,9 @@ def held(about: Path) -> int:
         return 0
 
 
-def test_a_row_that_cannot_be_read_is_an_error_where_it_is_needed(tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_read_is_an_error_where_it_is_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "in").mkdir()
     good = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(200))
     (tmp_path / "in/a.jsonl").write_text(good + '{"text": 5}\n' + good)
@@ -213,7 +215,9 @@ def test_a_row_that_cannot_be_read_is_an_error_where_it_is_needed(tmp_path: Path
     windows.note_place()
     with pytest.raises(DataError, match=r"a\.jsonl, line \d+ after byte [\d,]+ has no text"):
         samples(stream(tmp_path / "in").by_position(3, json.loads(windows.state()), 8), 300, 400)
-    assert len(samples(stream(tmp_path / "in", on_error="skip").by_position(3, {}, 8), 0, 400)) == 400
+    assert len(samples(stream(tmp_path / "in", on_error="skip").by_position(3, {}, 8), 0, 4000)) == 4000
+    assert "left out: 1 " in caplog.messages[0] and "a.jsonl, line 201)" in caplog.messages[0]
+    assert 1 < len(caplog.messages) < 8, "each has twice as many rows as the one before"
 
 
 @pytest.mark.parametrize("change", ["seed", "seq_len", "text"])

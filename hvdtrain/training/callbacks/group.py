@@ -31,8 +31,7 @@ class EarlyStopping(Callback):
         self._bad = 0  # evaluations since then
         self._at = -1  # step of the last evaluation; one that a lost rank interrupts is repeated
 
-    def on_evaluation(self, training: Training, evaluation: Evaluation) -> None:
-        """Compare with the best."""
+    def on_evaluation(self, training: Training, evaluation: Evaluation) -> None:  # noqa: D102
         score = self._measure.score(evaluation.loss, evaluation.metrics)
         is_new, self._at = training.step != self._at, training.step
         if score is not None and (self._best is None or score < self._best):
@@ -50,8 +49,7 @@ class EarlyStopping(Callback):
         """Return the best score, the number of evaluations since then, and the step of the last one."""
         return {"best": self._best, "bad": self._bad, "at": self._at}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue to compare."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
         self._best, self._bad, self._at = state["best"], state["bad"], state["at"]
 
 
@@ -72,8 +70,7 @@ class EMA(Callback):
         """Start with the parameters, unless the run has an average."""
         self._pairs(training)
 
-    def on_step(self, training: Training, record: Mapping[str, Any]) -> None:
-        """Move the average."""
+    def on_step(self, training: Training, record: Mapping[str, Any]) -> None:  # noqa: D102
         if record["skipped"]:
             return
         decay = min(self._decay, (1 + training.step) / (10 + training.step))
@@ -81,8 +78,7 @@ class EMA(Callback):
         with torch.no_grad():
             get_ema_multi_avg_fn(decay)(averages, parameters, None)  # type: ignore[no-untyped-call]
 
-    def on_evaluation(self, training: Training, evaluation: Evaluation) -> None:
-        """Evaluate the average."""
+    def on_evaluation(self, training: Training, evaluation: Evaluation) -> None:  # noqa: D102
         with self.applied(training):
             found = training.evaluate()
         if found is not None:
@@ -113,12 +109,10 @@ class EMA(Callback):
         names = [name for name in parameters if name in self.average]
         return [local(self.average[name]) for name in names], [local(parameters[name]) for name in names]
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the average."""
+    def state_dict(self) -> Mapping[str, Any]:  # noqa: D102
         return self.average
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from an average."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: D102
         self.average = dict(state)
 
 

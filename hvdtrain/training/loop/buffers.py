@@ -98,8 +98,7 @@ class Rollback(StepPart):
         self._written: list[Place] | None = None
         self._copies: list[Copied] = []
 
-    def begin(self, count: int) -> None:
-        """Copy the buffers that the step may write."""
+    def begin(self, count: int) -> None:  # noqa: D102
         self._is_open = count > 0 or self._together
         if not self._is_open:
             return
@@ -113,12 +112,10 @@ class Rollback(StepPart):
         own = (place for place in all_buffers(self._model) if not isinstance(place[0], Synchronized))
         return _restored(copy_to_host(place for place in own if _is_saved(place)))
 
-    def abort(self) -> None:
-        """Restore the buffers."""
+    def abort(self) -> None:  # noqa: D102
         self.finish(0, applied=False)
 
-    def among(self, comm: Comm) -> Rollback:
-        """Return one for the steps of these ranks alone."""
+    def among(self, comm: Comm) -> Rollback:  # noqa: D102
         return Rollback(self._model, together=self._together)
 
     def finish(self, step: int, *, applied: bool) -> None:

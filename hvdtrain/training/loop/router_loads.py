@@ -68,8 +68,7 @@ class RouterLoads(StepPart):
             for name, router in routers.items()
         ]
 
-    def begin(self, count: int) -> None:
-        """Start a step."""
+    def begin(self, count: int) -> None:  # noqa: D102
         if not self._tables:
             device = next(parameter.device for router in self._routers.values() for parameter in router.parameters())
             self._numbers = self._numbers.to(device)
@@ -85,8 +84,7 @@ class RouterLoads(StepPart):
         return [part.view(shape) for part, shape in zip(parts, sizes, strict=True)]
 
     @contextmanager
-    def around_forward(self, batch: Any) -> Iterator[None]:
-        """Count the forward pass within."""
+    def around_forward(self, batch: Any) -> Iterator[None]:  # noqa: D102
         self._is_counting = self._counts
         try:
             yield
@@ -110,8 +108,7 @@ class RouterLoads(StepPart):
         if self._is_counting and (found := chosen_experts(output)) is not None:
             self._chosen[name].append(found[0])
 
-    def start(self) -> None:
-        """Begin to sum the loads over ranks. Collective: yes."""
+    def start(self) -> None:  # noqa: D102
         if self._keeps_own:
             loads = [counts[:, 1:-1] for _, _, counts in self._tables]
             self._own = HostCopy(torch.cat([each.amax(dim=1) / each.sum(dim=1) for each in loads]))

@@ -36,12 +36,10 @@ class SharedBuffers(StepPart):
     _count: int = 1
     _under_way: list[tuple[list[Tensor], Tensor, Handle]] = field(default_factory=list)
 
-    def begin(self, count: int) -> None:
-        """Remember the weight of this rank's values."""
+    def begin(self, count: int) -> None:  # noqa: D102
         self._count = count
 
-    def start(self) -> None:
-        """Begin to make the buffers equal after the forward passes of this rank. Collective: yes."""
+    def start(self) -> None:  # noqa: D102
         buffers = persistent_buffers(self.model) if self._names else {}
         by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
         for name in self._names:
@@ -60,8 +58,7 @@ class SharedBuffers(StepPart):
                 handle = self.comm.allreduce(flat.mul_(self._count), name=name)
             self._under_way.append((group, flat, handle))
 
-    def wait(self) -> None:
-        """Wait for the shared values."""
+    def wait(self) -> None:  # noqa: D102
         for _, _, handle in self._under_way:
             handle.wait()
 
@@ -80,8 +77,7 @@ class SharedBuffers(StepPart):
             if persistent := persistent_buffers(self.model):
                 self.share(find_unequal(persistent, self.comm, name="buffers/differing"))
 
-    def among(self, comm: Comm) -> SharedBuffers:
-        """Return a part that makes buffers equal on other ranks."""
+    def among(self, comm: Comm) -> SharedBuffers:  # noqa: D102
         return SharedBuffers(self.model, comm, self.policy, self.say)
 
     def share(self, found: Mapping[str, list[int]]) -> None:

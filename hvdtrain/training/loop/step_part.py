@@ -82,6 +82,5 @@ class Confirmation(StepPart):
             torch.cuda.current_stream(self._device).synchronize()
         self._comm.allreduce(torch.zeros(1), name="step/confirm").wait()
 
-    def among(self, comm: Comm) -> StepPart:
-        """Return the same for other ranks."""
+    def among(self, comm: Comm) -> StepPart:  # noqa: D102
         return Confirmation(comm, self._device)

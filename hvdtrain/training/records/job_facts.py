@@ -217,8 +217,7 @@ class FirstPass(StepPart):
     same_samples: int  # number of ranks that have the same samples
     _is_counted: bool = field(default=False, init=False)
 
-    def around_forward(self, batch: Any) -> AbstractContextManager[object] | None:
-        """Return the context of a forward pass."""
+    def around_forward(self, batch: Any) -> AbstractContextManager[object] | None:  # noqa: D102
         return None if self._is_counted else self._counted()
 
     @contextmanager

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -112,23 +113,26 @@ def add_stamps(current: Round) -> tuple[int, StepStamps | None]:
     return start, stamps
 
 
-def _add_prometheus(current: Round, to: int | str) -> None:
-    """Add its sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
+_EXPORTERS = {"prometheus": "prometheus_client", "otlp": "opentelemetry.exporter.otlp.proto.http"}
+"""Modules of `observe` with a sink of `observe.metrics`, which are their option and their extra, and their library."""
+
+
+def _add_exporter(current: Round, name: str, to: Any) -> None:
+    """Add such a sink on rank 0. Collective: yes. Errors, on every rank: HvdtrainError, such as for a port in use."""
 
     def add() -> None:
-        import_library("prometheus_client", "--observe.prometheus", "prometheus")
-        from hvdtrain.observe.prometheus import open_sink
+        import_library(_EXPORTERS[name], f"--observe.{name}", name)
+        module = import_module(f"hvdtrain.observe.{name}")
+        sink = module.open_sink(to, current.layout.folder.name, rank_label(current.worker.info))
+        current.recorder.add_sink(lambda: sink, name)
 
-        sink = open_sink(to, current.layout.folder.name, rank_label(current.worker.info))
-        current.recorder.add_sink(lambda: sink, "prometheus")
-
-    on_rank_0(current.comm, add, name="sinks/prometheus")
+    on_rank_0(current.comm, add, name=f"sinks/{name}")
 
 
 def _add_sinks(current: Round, given: Sequence[Any]) -> None:
     """On rank 0, add the sinks that the options name, those of the calling program, and TensorBoard. Collective: yes.
 
-    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_prometheus`.
+    Errors: ConfigError: one of them cannot be found or is not a sink; on every rank. See `_add_exporter`.
     """
     recorder, layout, config, info = current.recorder, current.layout, current.run.config, current.worker.info
     wanted, leads = "a function of one record, or a class with write(record) and close()", current.comm.rank == 0
@@ -143,8 +147,9 @@ def _add_sinks(current: Round, given: Sequence[Any]) -> None:
         make = sink_maker(value)
         if leads:
             recorder.add_sink(make, name)
-    if config.observe.prometheus is not None:
-        _add_prometheus(current, config.observe.prometheus)
+    for option in _EXPORTERS:
+        if (to := getattr(config.observe, option)) is not None:
+            _add_exporter(current, option, to)
     if not leads:
         return
     due = (current.stop, config.train.eval_every or config.checkpoint.every, config.checkpoint.every)

@@ -82,8 +82,8 @@ MUTATIONS: Table = {
             "shapes = [gradient.shape for gradient in gradients]",
         ),
         "the norm of elements has other chunks than that of rows": (
-            "if row < math.prod(shape[1:]) or gradient.dim() < len(shape):",
-            "if row < math.prod(shape[1:]):",
+            "    if rows and gradient.dim() == len(shape):\n",
+            "    if rows:\n",
         ),
     },
     ("exchange/optimizer.py", "tests/exchange/test_residual_transfer.py"): {
