@@ -9,6 +9,9 @@ other; counted, by the code of agents and driver. `rendezvous.py` has real agent
 
 `scale/zero_padding_MODEL_N`: what N ranks hold, and send, where --parallel.shard divides gradients, relative to them;
 computed from the shapes of Llama 7B and 70B and of DeepSeek-V3.
+
+`scale/verify_s_N`, `scale/verify_bytes_N`: time of `hvdtrain verify data` for a million lines of a ledger of N ranks,
+and its largest memory by line; by the real code, from files in memory.
 """
 
 from __future__ import annotations
@@ -17,11 +20,17 @@ import heapq
 import itertools
 import math
 import resource
+import tempfile
 import threading
 import time
+import tracemalloc
+import zlib
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import orjson
 from common import Figure, busy, figure, options, report
 from rendezvous import addresses, round_keys
 
@@ -34,11 +43,14 @@ from hvdtrain.launch.spec import JobSpec
 from hvdtrain.launch.worker_plan import Starter, WorkerPlan
 from hvdtrain.plan.buckets import assign
 from hvdtrain.plan.shards import divide
+from hvdtrain.run_layout import RunLayout
 from hvdtrain.runtime.channel import BEAT_S, encode_message
 
 PER_HOST = 8
 BUCKET_MIB = 8
 """The default between hosts."""
+LINES = 1_000_000
+"""Of a ledger."""
 QUIET_S = 5.0
 """Of heartbeats alone, for the driver's share of a core."""
 
@@ -248,6 +260,38 @@ def padding(model: str, size: int) -> Figure:
     return figure(f"scale/zero_padding_{model}_{size}", [held / total], "ratio")
 
 
+def verified(size: int) -> list[Figure]:
+    """Verify the ledger of a run of `size` ranks."""
+    import numpy as np  # not before the memory of the driver is measured
+
+    from hvdtrain.data.order import SampleOrder
+    from hvdtrain.state.ledger import VERSION, StartHeader, ledger_file_name
+    from hvdtrain.verify.data import verify_data
+
+    steps, samples = LINES // size, 1 << 20
+    batch, order = 2 * size, SampleOrder(samples, [], 3)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        ledger = RunLayout(Path(folder)).ledger
+        ledger.mkdir()
+        for rank in range(size):
+            header = StartHeader(0, "started", 0, 0, size, rank, "host", 3, batch, 2, samples, "data")
+            lines = [orjson.dumps({"version": VERSION, **asdict(header)})]
+            for step in range(steps):
+                begin = step * batch + 2 * rank
+                used = order.indices(np.arange(begin, begin + 2)).astype("<i8").tobytes()
+                lines.append(orjson.dumps([step + 1, [[begin, begin + 2]], zlib.crc32(used)]))
+            (ledger / ledger_file_name(0, rank)).write_bytes(b"\n".join([*lines, b""]))
+        began_s = time.perf_counter()
+        assert not verify_data(Path(folder)).wrong
+        took_s = time.perf_counter() - began_s
+        tracemalloc.start()
+        verify_data(Path(folder))
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    each = [most / (steps * size)]
+    return [figure(f"scale/verify_s_{size}", [took_s], "s"), figure(f"scale/verify_bytes_{size}", each, "bytes")]
+
+
 def _waiting(crowd: Crowd) -> bool:
     return any(number == 0 for number in list(crowd.rounds.values()))
 
@@ -269,4 +313,5 @@ if __name__ == "__main__":
     sizes = [64] if arguments.quick else [int(text) for text in arguments.ranks.split(",")]
     with busy(arguments.busy):
         found = [each for size in sizes for each in (*simulate(size), sent(size))]
-        report([*found, *(padding(model, size) for size in sizes for model in LAYERS)], arguments.json)
+        found += [padding(model, size) for size in sizes for model in LAYERS]
+        report([*found, *(each for size in sizes for each in verified(size))], arguments.json)

@@ -78,7 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks that divide the optimizer divide rows, too, as if these were long."""
-    monkeypatch.setattr(shards, "_CHUNK", 16)
+    monkeypatch.setattr(shards, "_CHUNK", 120)
     monkeypatch.setattr(shards, "_MOST_CHUNKS", 1 << 20)
     monkeypatch.setattr(norms, "_sizes_of", norms._sizes)
 

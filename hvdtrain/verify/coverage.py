@@ -69,7 +69,7 @@ def find_uncovered(window: Window, rows: Rows) -> Wrong | None:
     inside = holes.index_after(rows.begins)
     bad = (rows.begins >= rows.ends) | (holes.begins[inside] < rows.ends)
     begins, ends = holes.without(rows.begins), holes.without(rows.ends)
-    origin = int(holes.without(np.array([header.position]))[0])
+    origin = _origin(window, holes)
     bad |= begins != np.concatenate([np.array([origin], np.int64), ends[:-1]])
     wanted = origin + np.arange(1, count + 1) * header.global_batch
     last_row = np.searchsorted(rows.steps, np.arange(window.first + 1, window.last + 1), side="right") - 1
@@ -83,9 +83,15 @@ def find_uncovered(window: Window, rows: Rows) -> Wrong | None:
     return Wrong(step, _describe(step, window, rows, holes))
 
 
+def _origin(window: Window, holes: _Holes) -> int:
+    """Return the first position of a window, counted without holes."""
+    header = window.start.header
+    return int(holes.without(np.array([header.position]))[0]) + (window.first - header.from_step) * header.global_batch
+
+
 def _describe(step: int, window: Window, rows: Rows, holes: _Holes) -> str:
     header = window.start.header
-    origin = holes.without(np.array([header.position]))[0] + (step - 1 - window.first) * header.global_batch
+    origin = _origin(window, holes) + (step - 1 - window.first) * header.global_batch
     wanted = holes.with_them(origin + np.arange(header.global_batch))
     is_of_step = rows.steps == step
     columns = (column[is_of_step].tolist() for column in (rows.begins, rows.ends, rows.ranks))

@@ -13,7 +13,7 @@ from hvdtrain.observe.past_journal import ENDINGS, JournalStart, read_journal_st
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.checkpoint_store import CheckpointStore
 from hvdtrain.verify.coverage import Wrong, collect_rows, describe_ranges, find_uncovered, find_unrecorded
-from hvdtrain.verify.epochs import Epoch, Epochs, check_samples
+from hvdtrain.verify.epochs import Epoch, Epochs, check_samples, parts
 from hvdtrain.verify.starts import Start, Window, find_disagreement, find_windows, read_starts
 
 _MOST = 8
@@ -97,7 +97,7 @@ def verify_data(run: Path) -> DataReport:
 
 
 def _check(window: Window, report: DataReport) -> Iterator[Wrong]:
-    """Yield the errors of a window. Without any, add the window to the report."""
+    """Yield the errors of a window. Add the steps before the first one to the report."""
     header = window.start.header
     if (text := find_disagreement(window.start)) is not None:
         yield Wrong(window.first + 1, text)
@@ -114,15 +114,14 @@ def _check(window: Window, report: DataReport) -> Iterator[Wrong]:
         return
     if (wrong := find_unrecorded(window)) is not None:
         yield wrong
-    rows = collect_rows(window)
-    if (wrong := find_uncovered(window, rows)) is not None:
-        yield wrong
-    if (wrong := check_samples(window, rows, report.epochs)) is not None:
-        yield wrong
-    before = np.concatenate([np.array([report.end], np.int64), rows.ends[:-1]])
-    gaps = np.flatnonzero(rows.begins > before)
-    report.left_out += [(int(before[gap]), int(rows.begins[gap])) for gap in gaps]
-    report.last, report.end = window.last, int(rows.ends[-1])
+    for part in parts(window):
+        rows = collect_rows(part)
+        if (wrong := find_uncovered(part, rows) or check_samples(part, rows, report.epochs)) is not None:
+            yield wrong
+        before = np.concatenate([np.array([report.end], np.int64), rows.ends[:-1]])
+        gaps = np.flatnonzero(rows.begins > before)
+        report.left_out += [(int(before[gap]), int(rows.begins[gap])) for gap in gaps]
+        report.last, report.end = part.last, int(rows.ends[-1])
 
 
 def _missing_ranks(window: Window) -> list[str]:

@@ -121,27 +121,22 @@ def check_samples(window: Window, rows: Rows, epochs: Epochs) -> Wrong | None:
 
     Every rank has recorded the steps of the window, and each position is once in `rows`.
     """
-    header = window.start.header
-    for part, low, high in _parts(window, rows):
-        origin = int(rows.begins[low])
-        indices = order_of(header).indices(np.arange(origin, int(rows.ends[high - 1]))).astype("<i8")
-        data = memoryview(indices.tobytes())
-        errors = [_differing(part, rank, data, origin) for rank in window.start.entries]
-        found = min(filter(None, errors), key=lambda w: w.step, default=None)
-        if found is not None:
-            return found
-        used = _positions(rows.begins[low:high], rows.ends[low:high])
+    header, origin = window.start.header, int(rows.begins[0])
+    indices = order_of(header).indices(np.arange(origin, int(rows.ends[-1]))).astype("<i8")
+    data = memoryview(indices.tobytes())
+    errors = [_differing(window, rank, data, origin) for rank in window.start.entries]
+    found = min(filter(None, errors), key=lambda w: w.step, default=None)
+    if found is None:
+        used = _positions(rows.begins, rows.ends)
         epochs.add(header, used, indices[used - origin])
-    return None
+    return found
 
 
-def _parts(window: Window, rows: Rows) -> Iterator[tuple[Window, int, int]]:
-    """Split the window into pieces of some steps, and yield each with the range of its rows."""
+def parts(window: Window) -> Iterator[Window]:
+    """Split a window into some steps each, so that memory does not grow with the run."""
     each = max(1, _POSITIONS_AT_ONCE // window.start.header.global_batch)
     for first in range(window.first, window.last, each):
-        last = min(first + each, window.last)
-        low, high = np.searchsorted(rows.steps, [first, last], side="right")
-        yield replace(window, first=first, last=last), int(low), int(high)
+        yield replace(window, first=first, last=min(first + each, window.last))
 
 
 def _differing(part: Window, rank: int, data: memoryview, origin: int) -> Wrong | None:

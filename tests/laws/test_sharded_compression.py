@@ -70,7 +70,7 @@ def test_the_programs_model_is_exact_at_the_end(tmp_path: Path) -> None:
     assert not torch.equal(saved["exchange"]["layers.0.weight/rounded"], saved["model"]["layers.0.weight"])
 
 
-@pytest.mark.parametrize("by", ["rows", "elements"])
+@pytest.mark.parametrize("by", ["rows", pytest.param("elements", marks=pytest.mark.slow)])
 def test_any_division_and_compression_resumes(
     by: str, exact: Recorded, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

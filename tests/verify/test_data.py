@@ -24,7 +24,16 @@ from hvdtrain.data.order import SampleOrder
 from hvdtrain.errors import RunDirectoryError
 from hvdtrain.run_layout import RunLayout
 from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name
+from hvdtrain.verify import epochs
 from hvdtrain.verify.data import to_text, verify_data
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_parts() -> Iterator[None]:
+    """Read two steps at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(epochs, "_POSITIONS_AT_ONCE", 8)
+        yield
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hvdtrain.config.parse import parse_argv, task_spec
 from hvdtrain.engine.in_all_copies import InAllCopies
+from hvdtrain.plan import shards
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.task.base import load_task_function
 from hvdtrain.verify.plan import Compared, PlanCheck, compare_gradients, for_plan, small_copy
@@ -29,6 +30,13 @@ def _compare(*options: str) -> list[Compared]:
     found = on_ranks(2, body)
     assert found[0] == found[1]
     return found[0]
+
+
+def test_equal_gradients_of_divided_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_CHUNK", shards._CHUNK)  # which the task changes
+    whole, found = _compare(), _compare("--parallel.shard=gradients", "--parallel.bucket_mib=0.02", "--elements=true")
+    assert not any(each.wrong for each in found)
+    assert {e.parameter: e.norm for e in found} == pytest.approx({e.parameter: e.norm for e in whole})
 
 
 @pytest.mark.parametrize("options", [(), ("--parallel.shard=gradients",), ("--parallel.compression=fp16",)])
