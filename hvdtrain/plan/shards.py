@@ -18,6 +18,8 @@ _CHUNK = 1 << 16
 """Elements of a chunk: norms of more fp32 elements are less exact, and of fewer take longer."""
 _MOST_CHUNKS = 128
 """Largest number of chunks of a tensor, so that their number does not grow with the model."""
+_ALIGNED = 16
+"""Parts of a tensor begin at multiples of so many elements, because kernels of GPUs load several at once."""
 _MANY_RANKS, _FINER = 9, 32
 """With 9 ranks or more, tensors are divided within chunks, too: a bucket into 32 parts a rank. Then the last bits of a
 norm depend on the number of ranks."""
@@ -99,7 +101,7 @@ def divide(
             continue
         row, step = chunk(shape, by_rows=by_rows)
         if ranks >= _MANY_RANKS and size:
-            finer = max(1, sum(sizes) // (_FINER * ranks))
+            finer = max(1, sum(sizes) // (_FINER * ranks) // _ALIGNED) * _ALIGNED
             if row > finer and not by_rows:
                 row, step = 1, finer
             step = min(step, max(1, finer // row))

@@ -65,6 +65,7 @@ def test_segments_are_even_among_many_ranks(shapes: list[tuple[int, ...]], ranks
     rows, segment = divide(shapes, ranks, 4, [False] * len(shapes))
     assert segment * ranks < 1.05 * sum(map(math.prod, shapes))
     assert {each.rank for each in rows} == set(range(ranks))
+    assert not any(each.begin % 16 for each in rows if each.flat)
 
 
 def test_rows_stay_whole_where_their_squares_are_summed() -> None:
