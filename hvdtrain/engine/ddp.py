@@ -102,8 +102,7 @@ class DdpSums(OneRank):
         self._hooks: list[Any] = []
         self._under_way: list[tuple[str, Tensor, Tensor, dist.Work]] = []
 
-    def begin(self) -> None:
-        """Start a step; each rank has its own number of passes."""
+    def begin(self) -> None:  # noqa: D102
         trained = [(name, parameter) for name, parameter in self._parameters if parameter.requires_grad]
         if [id(parameter) for _, parameter in trained] != [id(parameter) for _, parameter in self._wrapped]:
             self._wrap(trained)
@@ -157,8 +156,7 @@ class DdpSums(OneRank):
             self._power.q_memory_dict.clear()
         self._errors = {}
 
-    def rescale(self, factor: float) -> None:
-        """Multiply what PowerSGD did not send."""
+    def rescale(self, factor: float) -> None:  # noqa: D102
         super().rescale(factor)
         for error in self._power.error_dict.values() if self._power is not None else ():
             error.mul_(factor)

@@ -31,6 +31,11 @@ def updates_by_element(optimizer: Optimizer) -> bool:
     return f"{kind.__module__}.{kind.__qualname__}" in {f"torch.optim.{n.lower()}.{n}" for n in BY_ELEMENT}
 
 
+def divides_rows(optimizer: Optimizer) -> bool:
+    """Return whether it may get elements of a tensor, in one dimension: one of a user may look at the dimensions."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "hvdtrain."))
+
+
 def whole_parameters(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[bool]:
     """Return, for each parameter, whether one rank must own all of it; rows of others may be divided.
 

@@ -103,8 +103,7 @@ class FsdpSums(DividedSums):
                 next_step=self._elsewhere,
             )
 
-    def begin(self) -> None:
-        """Start a step; all ranks have the same number of passes."""
+    def begin(self) -> None:  # noqa: D102
         self.complete()
         self._model.zero_grad()
         self._sums.clear()

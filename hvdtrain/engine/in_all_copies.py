@@ -44,8 +44,7 @@ class InAllCopies(Sums):
             self.compression = compression
             self.reducer.switch(self.resolve(compression))
 
-    def begin(self) -> None:
-        """Start a step; each rank has its own number of backward passes."""
+    def begin(self) -> None:  # noqa: D102
         self.reducer.begin()
         if self.leaves is not None:
             self.leaves.begin(self.positions, self.schedule.left)

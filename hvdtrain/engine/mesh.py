@@ -13,7 +13,7 @@ from hvdtrain.comm.mesh import comm_among, gather_hosts
 from hvdtrain.comm.objects import allgather_json
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
-from hvdtrain.engine.divisible import norm_of_parts, own_rows, use_owned, whole_parameters
+from hvdtrain.engine.divisible import divides_rows, norm_of_parts, own_rows, use_owned, whole_parameters
 from hvdtrain.engine.division import divide_model
 from hvdtrain.engine.layout import Exchange, Layout
 from hvdtrain.engine.parts import EngineParts
@@ -97,7 +97,8 @@ class Cuts(Layout):
             alike = [each for each in held if _width(self.parameters[each[0]]) < width]
             apart = [each for each in held if _width(self.parameters[each[0]]) >= width]
             for named, name in ((apart, kind), (alike, f"{kind}/alike")):
-                owners = AtOwners(among, limit, spans, name, whole, on_host=parts.plan.offload)
+                by_rows = not divides_rows(parts.optimizer)
+                owners = AtOwners(among, limit, spans, name, whole, on_host=parts.plan.offload, by_rows=by_rows)
                 owners.add(named)
                 found |= dict.fromkeys([each for each, _ in named], owners)
         return found

@@ -189,8 +189,7 @@ class DividedReducer(Sums):
         self.engine.complete()
         return result
 
-    def close(self) -> None:
-        """End the engine."""
+    def close(self) -> None:  # noqa: D102
         self.engine.close()
 
     @property

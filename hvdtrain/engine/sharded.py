@@ -11,7 +11,7 @@ from hvdtrain.compression.table import parse
 from hvdtrain.engine.among_copies import AmongCopies
 from hvdtrain.engine.base import Engine
 from hvdtrain.engine.coded_shards import CodedShards
-from hvdtrain.engine.divisible import norm_of_owned, use_owned, whole_parameters
+from hvdtrain.engine.divisible import divides_rows, norm_of_owned, use_owned, whole_parameters
 from hvdtrain.engine.layout import Layout
 from hvdtrain.engine.parts import EngineParts
 from hvdtrain.errors import ConfigError, TaskError
@@ -49,7 +49,7 @@ class WholeModel(Layout):
         if len(owners) < parts.comm.size and not parts.plan.elastic:
             raise ConfigError(
                 "the model has too few parameters to divide its optimizer among the ranks",
-                expected="a tensor for each rank, or enough rows of larger tensors",
+                expected="a tensor for each rank, or larger tensors",
                 found=f"parameters for {len(owners)} of {parts.comm.size} ranks",
                 next_step="use fewer ranks, or do not divide the optimizer (shard: none)",
             )
@@ -147,6 +147,7 @@ def make_sharded(parts: EngineParts, *, weight: float = 1.0, name: str = "gradie
         weight=weight,
         limited=plan.balance != "speed",  # else a rank would wait for others in its backward passes
         on_host=plan.offload,
+        by_rows=plan.bits or not divides_rows(parts.optimizer),  # with bits, the norm has a square for each row
     )
     sums = AmongCopies(parts, WholeModel(parts, exchange, name), coded=coded, name=name, weight=weight, leaves=leaves)
     return Engine(parts.optimizer, sums)

@@ -31,7 +31,7 @@ class AtOwners:
         weight: applied to each gradient before the exchange.
         limited: whether only as many buckets are exchanged at once as the memory for all sums has room for. They start
             in their order then; so there may be one such exchange only.
-        on_host: as of `Shared`.
+        on_host: as of `Shared`, like by_rows.
 
     Attributes:
         buckets: in the order in which backward fills them.
@@ -49,9 +49,11 @@ class AtOwners:
         weight: float = 1.0,
         limited: bool = False,
         on_host: bool = False,
+        by_rows: bool = False,
     ) -> None:
         self._comm, self._bucket_bytes, self._spans, self._name, self._whole = comm, bucket_bytes, spans, name, whole
-        self._weight, self._limited, self._make, self._on_host = weight, limited, make_bucket, on_host
+        self._weight, self._limited, self._make = weight, limited, make_bucket
+        self._on_host, self._by_rows = on_host, by_rows
         self.ranks = comm.size
         self.buckets: list[ShardBucket] = []
         self._queue = BucketQueue([], weight, spans)
@@ -62,8 +64,9 @@ class AtOwners:
             part = [(name, p) for name, p in named if p.requires_grad == is_trained and p.numel()]
             prefix = f"{self._name}/{len(self.buckets)}" if self.buckets else self._name
             for layout in lay_out(assign_buckets(part, self._bucket_bytes), dict(part), prefix):
-                whole = self._whole(layout.parameters)
-                self.buckets.append(self._make(Shared(layout, self._comm, whole, len(self.buckets), self._on_host)))
+                whole, number = self._whole(layout.parameters), len(self.buckets)
+                shared = Shared(layout, self._comm, whole, number, self._on_host, self._by_rows)
+                self.buckets.append(self._make(shared))
         self._queue = BucketQueue(self.buckets, self._weight, self._spans, self.limit_bytes if self._limited else 0)
 
     @property

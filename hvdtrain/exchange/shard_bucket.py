@@ -45,6 +45,7 @@ class Shared:
     whole: list[bool]  # for each parameter, whether one rank must own all of it
     first: int = 0  # as of `divide`
     on_host: bool = False  # whether owned parameters, and their gradients, are copies in the memory of the host
+    by_rows: bool = False  # as of `divide`
 
 
 class ShardBucket(Bucket):
@@ -54,14 +55,11 @@ class ShardBucket(Bucket):
     have arrived; a rank keeps only the sums of its own segment. Owned parameters on a device are views of the model's.
     """
 
-    by_rows = False
-    """Whether rows of dimension 0 are not divided."""
-
     def __init__(self, shared: Shared) -> None:
         self._comm, self._on_host = shared.comm, shared.on_host
         layout, comm, shape = shared.layout, shared.comm, shared.layout.shape
         shapes, item = [tuple(parameter.shape) for parameter in layout.parameters], shape.dtype.itemsize
-        rows, self._segment = divide(shapes, comm.size, item, shared.whole, shared.first, by_rows=self.by_rows)
+        rows, self._segment = divide(shapes, comm.size, item, shared.whole, shared.first, by_rows=shared.by_rows)
         self._shards = [self._make_shard(layout, r) for r in rows]
         self._by_index: dict[int, list[Shard]] = {}
         for shard in self._shards:

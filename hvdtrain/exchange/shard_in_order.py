@@ -19,8 +19,6 @@ class InOrderShardBucket(ShardBucket):
         each_pass: whether a pass is summed by itself. Then its micro-batches, one a rank, are neighbours.
     """
 
-    by_rows = True  # the norm has a square for each row
-
     def __init__(self, shared: Shared, leaves: Leaves, *, each_pass: bool) -> None:
         self._leaves, self._each_pass = leaves, each_pass
         super().__init__(shared)

@@ -19,7 +19,7 @@ _CHUNK = 1 << 16
 _MOST_CHUNKS = 128
 """Largest number of chunks of a tensor, so that their number does not grow with the model."""
 _ALIGNED = 16
-"""Parts of a tensor begin at multiples of this, in elements: kernels of GPUs load several at once."""
+"""With many ranks, elements that a rank owns begin at multiples of this: kernels of GPUs load several at once."""
 _MANY_RANKS, _FINER = 9, 32
 """With 9 ranks or more, tensors are divided within chunks, too: a bucket into 32 parts a rank. Then the last bits of a
 norm depend on the number of ranks."""

@@ -36,7 +36,7 @@ class Part:
         found = [whole[tuple(slice(each.start, each.stop) for each in box)] for box in self.boxes]
         return (torch.cat([each.reshape(-1) for each in found]) if found[1:] else found[0]).reshape(self.size)
 
-    def divide(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    def views(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
         """Yield the boxes, and their views in a tensor that is this part; its memory has no gaps if there are many."""
         begin, several = 0, len(self.boxes) > 1
         for box in self.boxes:
@@ -117,7 +117,7 @@ class Piece:
         if not place.box:
             yield self
             return
-        for box, view in place.part(self.tensor.shape).divide(self.tensor.detach()):
+        for box, view in place.part(self.tensor.shape).views(self.tensor.detach()):
             yield replace(self, tensor=view, place=Place(place.shape, tuple(each.start for each in box), place.ranks))
 
     def spec(self) -> list[Any]:

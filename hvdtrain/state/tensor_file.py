@@ -127,7 +127,8 @@ def boxes_in(
         yield tensor, shape, offset
         return
     box, first = elements
-    if len(tensor.shape) != 1 or min(box) < 1 or first < 0 or first + tensor.numel() > math.prod(box):
+    fits = len(tensor.shape) == 1 and len(box) == len(offset) == len(shape) and 0 < min(box) <= max(box) < 1 << 48
+    if not fits or not tensor.numel() or not 0 <= first <= math.prod(box) - tensor.numel():
         raise ValueError(f"{tensor.numel()} elements from {first} of a box {box}")
     begin = tensor.begin
     for each in Place(tuple(shape), tuple(offset), (), tuple(box), first).part(tensor.shape).boxes:

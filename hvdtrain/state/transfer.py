@@ -64,7 +64,7 @@ def fetch(
         if (part := needs(group, name, whole)) is not None:
             part = Part([[*map(range, whole)]], tuple(whole)) if part is ... else part
             found[group, name] = made = torch.empty(part.size, dtype=DTYPES[dtype])
-            views[group, name] = [*part.divide(made)]
+            views[group, name] = [*part.views(made)]
             ends = [[[each.start, each.stop] for each in box] for box in part.boxes]
             asked[_directory(group, name, comm)].append([group, name, ends])
     orders: list[tuple[list[Any], list[Any]]] = [([], []) for _ in range(comm.size)]  # what a rank sends, and gets

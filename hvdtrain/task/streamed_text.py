@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,9 +82,10 @@ class StreamedText:
         _, _, first, begin = place
         for epoch in count(place.epoch):
             files, read = self.files(seed, epoch), first + begin
+            skipped = replace(self.documents.skipped, rows={}) if epoch else self.documents.skipped  # counts each once
             for number in range(first, len(files)):
                 check_unchanged(files[number])
-                for document, end in self.documents.read(files[number], self.documents.skipped, begin):
+                for document, end in self.documents.read(files[number], skipped, begin):
                     read += 1
                     yield document, _Place(0, epoch, number, end)
                 begin = 0
@@ -117,7 +118,7 @@ class StreamedWindows:
         self._old: deque[tuple[int, Path]] = deque()  # units by the block at which they were not needed any more
         self._documents: Iterator[tuple[Document, _Place]] = iter(())
         self._at: _Place | None = None  # where these documents are
-        self._told = 1  # the number of rows left out from which on to say so again
+        self._next_warning = 1  # number of rows left out from which on to warn again
         self._reader: Any = None  # an executor with one thread, which alone reads documents
 
     def __getitem__(self, position: int) -> Tensor:
@@ -212,6 +213,6 @@ class StreamedWindows:
             raise DataError("the text is empty", expected="tokens", found=f"none in {size_bytes:,} bytes of documents")
         self._at = end._replace(tokens=place.tokens + file.train)
         skipped = self._text.documents.skipped
-        if (found := sum(number for number, _ in skipped.rows.values())) >= self._told:
+        if (found := sum(number for number, _ in skipped.rows.values())) >= self._next_warning:
             log.warning("the text so far%s", skipped.note())
-            self._told = 2 * found
+            self._next_warning = 2 * found

@@ -97,7 +97,7 @@ def verify_data(run: Path) -> DataReport:
 
 
 def _check(window: Window, report: DataReport) -> Iterator[Wrong]:
-    """Yield the errors of a window. Add the steps before the first one to the report."""
+    """Yield the errors of a window. Add the steps before the first error to the report."""
     header = window.start.header
     if (text := find_disagreement(window.start)) is not None:
         yield Wrong(window.first + 1, text)

@@ -39,6 +39,21 @@ def _close(one: StateDict, other: StateDict, tolerance: float) -> None:
             torch.testing.assert_close(other.tensors[group][name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
+class ByDimensions(Optimizer):
+    """An optimizer that looks at the number of dimensions of a parameter."""
+
+    updates_by_element = True
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.mul_(0.99 if parameter.dim() > 1 else 1.0).sub_(parameter.grad, alpha=group["lr"])
+
+
 class SignOfMean(Optimizer):
     """An optimizer that looks at whole tensors, and counts with plain numbers."""
 
@@ -66,6 +81,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     **own_loops.OPTIMIZERS,
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
     "whole tensors": SignOfMean,
+    "by dimensions": ByDimensions,
     "muon": lambda p: _muon([*p]),
 }
 
@@ -113,8 +129,10 @@ def test_law_9_of_a_divided_optimizer(optimizer: str, precision: str, tmp_path: 
         _close(StateDict({"model": one.state().tensors["model"]}, {}), four.state(), 1e-3)
 
 
-def test_law_9_of_divided_rows(elements: None, tmp_path: Path) -> None:
-    test_law_9_of_a_divided_optimizer("adamw", "fp32", tmp_path)
+@pytest.mark.parametrize("optimizer", ["adamw", "by dimensions"])
+def test_law_9_of_divided_rows(optimizer: str, elements: None, tmp_path: Path) -> None:
+    """An own optimizer gets parameters of as many dimensions as before."""
+    test_law_9_of_a_divided_optimizer(optimizer, "fp32", tmp_path)
 
 
 Alone = Callable[[tuple[str, ...]], Recorded]

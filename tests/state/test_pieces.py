@@ -111,7 +111,15 @@ def test_a_checkpoint_of_elements_is_read_whole(min_bytes: int, tmp_path: Path) 
     assert isinstance(loaded, Assembly) and torch.equal(loaded.whole("w/m")[1:3, 2:5, 3:4], CUBE[1:3, 2:5, 3:4])
 
 
-WRONG = [[[4, 5, 6], 90], [[4, 5, 6], -1], [[4, 0, 6], 0], [[-4, -5, 6], 0], [[1, 9, 9], 0]]
+WRONG = [
+    [[4, 5, 6], 90],
+    [[4, 5, 6], -1],
+    [[4, 0, 6], 0],
+    [[-4, -5, 6], 0],
+    [[1, 9, 9], 0],
+    [[4, 5, 6, 1], 0],
+    [[4, 5, 10**4000], 0],
+]
 
 
 @pytest.mark.parametrize("elements", WRONG)

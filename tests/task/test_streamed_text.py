@@ -217,7 +217,7 @@ def test_a_row_that_cannot_be_read_is_an_error_where_it_is_needed(
         samples(stream(tmp_path / "in").by_position(3, json.loads(windows.state()), 8), 300, 400)
     assert len(samples(stream(tmp_path / "in", on_error="skip").by_position(3, {}, 8), 0, 4000)) == 4000
     assert "left out: 1 " in caplog.messages[0] and "a.jsonl, line 201)" in caplog.messages[0]
-    assert 1 < len(caplog.messages) < 8, "each has twice as many rows as the one before"
+    assert len(caplog.messages) == 1, "each pass leaves out the same row"
 
 
 @pytest.mark.parametrize("change", ["seed", "seq_len", "text"])

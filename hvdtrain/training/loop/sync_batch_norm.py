@@ -31,8 +31,7 @@ class Statistics(StepPart):
     counts: bool = True  # whether the samples of the pass that runs count
     collective_passes = True
 
-    def begin(self, count: int) -> None:
-        """Count the passes of this rank's micro-batches."""
+    def begin(self, count: int) -> None:  # noqa: D102
         self.counts = True
 
     def around_repeated(self) -> AbstractContextManager[object]:

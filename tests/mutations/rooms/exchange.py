@@ -94,8 +94,8 @@ MUTATIONS: Table = {
     },
     ("exchange/at_owners.py", "tests/exchange/test_at_owners.py"): {
         "one copy owns the whole matrices of all buckets": (
-            "self._make(Shared(layout, self._comm, whole, len(self.buckets), self._on_host))",
-            "self._make(Shared(layout, self._comm, whole, 0, self._on_host))",
+            "self._comm, whole, number, self._on_host",
+            "self._comm, whole, 0, self._on_host",
         ),
     },
     ("exchange/bucket_exchange.py", "tests/exchange/test_shard_bucket.py"): {

@@ -68,7 +68,7 @@ MUTATIONS: Table = {
         ),
     },
     ("task/streamed_text.py", "tests/task/test_streamed_text.py"): {
-        "a resume reads its file from the beginning": ("documents.skipped, begin)", "documents.skipped, 0)"),
+        "a resume reads its file from the beginning": ("files[number], skipped, begin)", "files[number], skipped, 0)"),
         "each pass has the files in the same order": ("+ epoch * len(files)", "+ 0 * len(files)"),
         "samples are in the order of the text": (
             "sample_indices(positions, self._count, self._seed)",
