@@ -70,7 +70,8 @@ class SoloComm:
 class UnderWay(Finished):
     """The handle of a collective that takes as long as it may: it completes when it is waited for."""
 
-    def done(self) -> bool:  # noqa: D102
+    def done(self) -> bool:
+        """Return False."""
         return False
 
 
@@ -111,7 +112,8 @@ class ImaginedComm(SoloComm):
         self.traffic.sent += tensor.nbytes
         return UnderWay(tensor.tensor_split(self.size)[0].clone())
 
-    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:  # noqa: D102
+    def subset(self, ranks: Sequence[int], local_rank: int, local_size: int) -> ImaginedComm:
+        """Return a communicator of as many ranks."""
         return ImaginedComm(len(ranks), self.traffic, local_rank)
 
 

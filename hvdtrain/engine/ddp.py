@@ -156,7 +156,8 @@ class DdpSums(OneRank):
             self._power.q_memory_dict.clear()
         self._errors = {}
 
-    def rescale(self, factor: float) -> None:  # noqa: D102
+    def rescale(self, factor: float) -> None:
+        """Multiply what PowerSGD did not send, too."""
         super().rescale(factor)
         for error in self._power.error_dict.values() if self._power is not None else ():
             error.mul_(factor)

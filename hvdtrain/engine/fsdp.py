@@ -162,7 +162,8 @@ class FsdpSums(DividedSums):
         for module in self._modules.values():
             module.reshard()
 
-    def parameters_by_collective(self) -> dict[str, list[str]]:  # noqa: D102
+    def parameters_by_collective(self) -> dict[str, list[str]]:
+        """Return the names of the parameters in each collective by our communicators."""
         between = {} if self._groups is None else self._groups.parameter_names()
         return between if self._collectives is None else {**self._collectives.parameter_names, **between}
 

@@ -46,7 +46,8 @@ class OneRank(Sums, Residuals):
         """Return the norm of the gradients."""
         return super().norm(gradients) if self.leaves is None else norm_in_order(p for _, p in self._parameters)
 
-    def finish(self) -> list[Tensor]:  # noqa: D102
+    def finish(self) -> list[Tensor]:
+        """Add the residuals to the gradients."""
         if self.leaves is not None:
             self.leaves.give(self._parameters)
         self._delivered = []

@@ -18,10 +18,9 @@ from hvdtrain.errors import ConfigError, TaskError
 from hvdtrain.exchange.agreement import check_same_names
 from hvdtrain.exchange.at_owners import AtOwners
 from hvdtrain.exchange.buckets import prepare_exchange
-from hvdtrain.exchange.in_order import Leaves
+from hvdtrain.exchange.in_order import InOrderShardBucket, Leaves
 from hvdtrain.exchange.norms import squared_norm
 from hvdtrain.exchange.shard_bucket import ShardBucket, Shared
-from hvdtrain.exchange.shard_in_order import InOrderShardBucket
 from hvdtrain.plan.collectives import bucket_limit
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import Ranks
@@ -92,7 +91,8 @@ class WholeModel(Layout):
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         check_same_names(self._comm, names, name=f"{self._name}/trained")
 
-    def trained_names(self) -> list[str]:  # noqa: D102
+    def trained_names(self) -> list[str]:
+        """Return the names of all trained parameters with elements."""
         return list(self.exchanges)
 
     def leads(self, name: str) -> bool:  # noqa: D102

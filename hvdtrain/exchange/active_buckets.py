@@ -145,7 +145,8 @@ class ActiveBuckets(Residuals):
         """Return all ranks."""
         return range(self.ranks)
 
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:  # noqa: D102
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors (not copied) and plain values; equal on all ranks after `synchronize_state`."""
         state = self._state()
         return dict(state.tensors), {"plan": self.exchange and asdict(self.exchange.plan), "ranks": state.ranks}
 

@@ -39,7 +39,8 @@ class SharedBuffers(StepPart):
     def begin(self, count: int) -> None:  # noqa: D102
         self._count = count
 
-    def start(self) -> None:  # noqa: D102
+    def start(self) -> None:
+        """Begin to make the buffers equal after the forward passes of this rank. Collective: yes."""
         buffers = persistent_buffers(self.model) if self._names else {}
         by_dtype: dict[torch.dtype | None, list[Tensor]] = {}
         for name in self._names:
