@@ -10,6 +10,9 @@ other; counted, by the code of agents and driver. `rendezvous.py` has real agent
 `scale/zero_padding_MODEL_N`: what N ranks hold, and send, where --parallel.shard divides gradients, relative to them;
 computed from the shapes of Llama 7B and 70B and of DeepSeek-V3.
 
+`scale/names_MODEL`: tensors that Horovod knows by name where their gradients are sent as int8, and each expert has
+parameters of its own. Its response cache holds 1,024.
+
 `scale/verify_s_N`, `scale/verify_bytes_N`: time of `hvdtrain verify data` for a million lines of a ledger of N ranks,
 and its largest memory by line; by the real code, from files in memory.
 """
@@ -34,7 +37,8 @@ import orjson
 from common import Figure, busy, figure, options, report
 from rendezvous import addresses, round_keys
 
-from hvdtrain.compression.sizes import shard_bucket_bytes
+from hvdtrain.compression.sizes import Bucket, shard_bucket_bytes
+from hvdtrain.compression.table import parse
 from hvdtrain.launch import driver as driver_module
 from hvdtrain.launch.agent_link import Readers, Relay
 from hvdtrain.launch.driver import Driver
@@ -51,6 +55,8 @@ BUCKET_MIB = 8
 """The default between hosts."""
 LINES = 1_000_000
 """Of a ledger."""
+EXPERTS_DIM = 3
+"""Dimensions of a tensor of experts."""
 QUIET_S = 5.0
 """Of heartbeats alone, for the driver's share of a core."""
 
@@ -260,12 +266,23 @@ def padding(model: str, size: int) -> Figure:
     return figure(f"scale/zero_padding_{model}_{size}", [held / total], "ratio")
 
 
+def names(model: str) -> Figure:
+    """Count the collectives of a step; 8 ranks."""
+    layers, inside, outside = LAYERS[model]
+    single = [[shape[1:]] * shape[0] if len(shape) == EXPERTS_DIM else [shape] for shape in inside]
+    shapes = dict(enumerate([*itertools.chain(*single)] * layers + [*outside]))
+    made = assign({str(name): (4 * math.prod(shape), 0) for name, shape in shapes.items()}, BUCKET_MIB << 20)
+    buckets = [[shapes[int(name)] for name in bucket] for bucket in made.buckets]
+    count = sum(len(parse("int8").collectives(Bucket(each, "float32", sum(map(math.prod, each))), 8)) for each in buckets)
+    return figure(f"scale/names_{model}", [count], "tensors")
+
+
 def verified(size: int) -> list[Figure]:
     """Verify the ledger of a run of `size` ranks."""
     import numpy as np  # not before the memory of the driver is measured
 
     from hvdtrain.data.order import SampleOrder
-    from hvdtrain.state.ledger import VERSION, StartHeader, ledger_file_name
+    from hvdtrain.state.ledger import VERSION, StartHeader
     from hvdtrain.verify.data import verify_data
 
     steps, samples = LINES // size, 1 << 20
@@ -279,8 +296,9 @@ def verified(size: int) -> list[Figure]:
             for step in range(steps):
                 begin = step * batch + 2 * rank
                 used = order.indices(np.arange(begin, begin + 2)).astype("<i8").tobytes()
-                lines.append(orjson.dumps([step + 1, [[begin, begin + 2]], zlib.crc32(used)]))
-            (ledger / ledger_file_name(0, rank)).write_bytes(b"\n".join([*lines, b""]))
+                lines.append(orjson.dumps([0, rank, step + 1, [[begin, begin + 2]], zlib.crc32(used)]))
+            with (ledger / f"host-{rank // PER_HOST}.jsonl").open("ab") as file:
+                file.write(b"\n".join([b"", *lines]))
         began_s = time.perf_counter()
         assert not verify_data(Path(folder)).wrong
         took_s = time.perf_counter() - began_s
@@ -313,5 +331,5 @@ if __name__ == "__main__":
     sizes = [64] if arguments.quick else [int(text) for text in arguments.ranks.split(",")]
     with busy(arguments.busy):
         found = [each for size in sizes for each in (*simulate(size), sent(size))]
-        found += [padding(model, size) for size in sizes for model in LAYERS]
+        found += [padding(model, size) for size in sizes for model in LAYERS] + [names(model) for model in LAYERS]
         report([*found, *(each for size in sizes for each in verified(size))], arguments.json)

@@ -63,7 +63,7 @@ class ParallelConfig:
             bf16, int8, int8-stochastic, topk:FRACTION, powersgd:RANK, or auto (measure in the first steps, then choose
             the fastest)
         bucket_mib: largest bucket of gradients to exchange at once, in MiB (default: 32 on one host; between hosts 8,
-            or 2 for fp16 and bf16)
+            or 2 for fp16 and bf16); at least a 256th of all
         shard: what is divided among the ranks instead of copied: optimizer for the state of the optimizer (ZeRO-1),
             gradients for the sums of each micro-batch's gradients, too (ZeRO-2), parameters for the parameters, too
             (ZeRO-3; only with engine fsdp, which implies it)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 Sizes = dict[str, tuple[int, Hashable]]
 """Bytes and kind of each gradient by name, in the model's order. Only gradients of one kind share a bucket."""
+_MANY = 256
+"""Buckets. Horovod's response cache holds 1,024 tensors; a compression sends some for each bucket."""
 
 
 def are_few(count: int, length: int) -> bool:
@@ -58,7 +60,7 @@ def assign(
 
     Args:
         sizes: of the gradients.
-        limit_bytes: size limit of a bucket.
+        limit_bytes: size limit of a bucket. In a large model it is a 256th of all gradients.
         finished: names in the order in which a backward pass finished their gradients. Those that it skipped come last
             and in buckets of their own, because a bucket starts when it is full. If it is empty, the reverse of the
             model's order is used, which is similar.
@@ -72,7 +74,8 @@ def assign(
     grouped = {name: number for number, group in enumerate(groups) for name in group}
     few = {name: count for name, count in (rows or {}).items() if name not in grouped}
     runs = [([n for n in (*first, *rest) if grouped.get(n) == number], sys.maxsize) for number in range(len(groups))]
-    runs += [([n for n in names if n not in grouped], limit_bytes) for names in (first, rest)]
+    most = max(limit_bytes, sum(nbytes for nbytes, _ in sizes.values()) // _MANY)
+    runs += [([n for n in names if n not in grouped], most) for names in (first, rest)]
     buckets: list[list[str]] = []
     for names, limit in runs:
         open_: dict[Hashable, tuple[list[str], int]] = {}

@@ -1,16 +1,20 @@
-"""``RUN/ledger/``: the samples that each rank used in each step, one file per start and rank.
+"""``RUN/ledger/``: the samples that each rank used in each step, one file per host.
 
-The first line of a file describes the start (`StartHeader`). Each further line is one step of the rank:
-``[step, [[begin, end], ...], checksum]``: merged ranges of positions, and the CRC-32 of the indices into the data set
-(int64, little endian) that the loader read at them. A rank writes the line before it takes part in the step's exchange,
-so all ranks have a line for each step that is in any state. A start that resumes after step t invalidates the lines of
-earlier starts for later steps.
+The first line of each start of a rank describes it (`StartHeader`). Each further line is one step of the rank:
+``[start, rank, step, [[begin, end], ...], checksum]``: merged ranges of positions, and the CRC-32 of the indices into
+the data set (int64, little endian) that the loader read at them. A rank writes the line before it takes part in the
+step's exchange, so all ranks have a line for each step that is in any state. A start that resumes after step t
+invalidates the lines of earlier starts for later steps.
+
+The ranks of a host append to its file. Each line begins with a line break, so that one that a kill has cut off damages
+no other rank's.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,8 +23,11 @@ from pathlib import Path
 
 import orjson
 
-VERSION = 1
-_NAME = re.compile(r"start-(\d{4,})\.rank-(\d{5,})\.jsonl")
+from hvdtrain.runtime.clock import clock_id
+
+VERSION = 2
+_TAIL_BYTES = 1 << 16
+_START = re.compile(rb'\n(?:\[|\{"version":2,"start":)(\d+),')
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,8 @@ class StartHeader:
     from_step: int  # the step that it resumes from
     position: int  # position in the stream after that step
     size: int  # number of ranks
-    rank: int  # rank of this file
-    host: str  # host of that rank
+    rank: int  # rank of these lines
+    host: str  # its host
     seed: int  # seed of the sample order
     global_batch: int  # samples per step
     micro_batch: int  # samples per forward pass
@@ -43,24 +50,28 @@ class StartHeader:
     sources: list[list[int]] = field(default_factory=list)  # see `SampleOrder`
 
 
-def ledger_file_name(start: int, rank: int) -> str:
-    """Return the name of the file of a start and a rank."""
-    return f"start-{start:04d}.rank-{rank:05d}.jsonl"
+def ledger_file_name() -> str:
+    """Return the name of this host's file, which no other host of this name has."""
+    host = re.sub(r"[^\w.-]", "_", socket.gethostname())
+    return f"{host}-{zlib.crc32(clock_id().encode()):08x}.jsonl"
 
 
-def ledger_files(folder: Path) -> list[tuple[int, int, Path]]:
-    """List start, rank and path of each file, sorted by start and rank. Empty if there is no folder."""
-    paths = folder.iterdir() if folder.is_dir() else []
-    matches = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
-    return sorted((int(match[1]), int(match[2]), path) for match, path in matches)
+def ledger_files(folder: Path) -> list[Path]:
+    """List the files. Empty if there is no folder."""
+    return sorted(folder.glob("*.jsonl"))
 
 
 def next_start(folder: Path) -> int:
-    """Return the number of the next start, from the files in the folder."""
+    """Return the number of the next start, from the last lines of each host."""
+    numbers = [-1]
     try:
-        return max((start for start, _, _ in ledger_files(folder)), default=-1) + 1
+        for path in ledger_files(folder):
+            with path.open("rb") as file:
+                file.seek(-min(_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                numbers += map(int, _START.findall(file.read()))
     except OSError:
         return 0
+    return max(numbers) + 1
 
 
 class Ledger:
@@ -73,21 +84,22 @@ class Ledger:
         self.folder = folder
         self._warn = warn
         self._file: int | None = None
+        self._of = b""  # start and rank of the lines
         self._ranges: list[list[int]] = []
         self._checksum = 0
 
     def begin_start(self, header: StartHeader) -> None:
-        """Begin the file of a start."""
+        """Begin a start."""
         self.close()
-        self._ranges, self._checksum = [], 0
-        path = self.folder / ledger_file_name(header.start, header.rank)
+        self._ranges, self._checksum, self._of = [], 0, b"%d,%d" % (header.start, header.rank)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / ledger_file_name()
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._failed(error)
             return
-        self._append(orjson.dumps({"version": VERSION, **asdict(header)}, option=orjson.OPT_APPEND_NEWLINE))
+        self._append(orjson.dumps({"version": VERSION, **asdict(header)}))
 
     def add_samples(self, begin: int, end: int, indices: bytes) -> None:
         """Record the samples at positions [begin, end), with their indices as int64."""
@@ -101,7 +113,7 @@ class Ledger:
         """Write the samples since the last step as those of `step`. Call it before the exchange of the step."""
         if self._file is not None:
             ranges = ",".join([f"[{begin},{end}]" for begin, end in self._ranges])
-            self._append(f"[{step},[{ranges}],{self._checksum}]\n".encode())
+            self._append(b"[%b,%d,[%b],%d]" % (self._of, step, ranges.encode(), self._checksum))
         self._ranges, self._checksum = [], 0
 
     def sync(self) -> None:
@@ -122,7 +134,7 @@ class Ledger:
     def _append(self, line: bytes) -> None:
         assert self._file is not None
         try:
-            if os.write(self._file, line) < len(line):
+            if os.write(self._file, b"\n" + line) <= len(line):
                 raise OSError("no space for a complete line")
         except OSError as error:
             self._failed(error)

@@ -45,22 +45,18 @@ def verify_data(run: Path) -> DataReport:
     saved = CheckpointStore(layout.checkpoints, lambda text: None).list()
     durable = saved[-1].step if saved else 0
     journal = read_journal_starts(layout.journal) if layout.journal.is_file() else None
-    starts, empty = read_starts(layout.ledger)
+    starts, unreadable = read_starts(layout.ledger)
     if not starts:
         raise RunDirectoryError(
             f"{run} contains no ledger",
-            expected=f"files such as {layout.ledger}/start-0000.rank-00000.jsonl",
-            found="no such files" if run.is_dir() else "no such folder",
+            expected=f"a file of each host in {layout.ledger}",
+            found="no such file" if run.is_dir() else "no such folder",
             next_step="name the folder of a run; every run writes a ledger",
         )
     report = DataReport(starts, find_windows(starts, durable), durable, journal)
-    report.notes += [
-        f"{path.name} has no first line: its rank was killed before its first step, or the disk was full"
-        for path in empty
-    ]
     numbers = {start.header.start for start in starts}
     if missing := [str(number) for number in range(max(numbers)) if number not in numbers]:
-        report.notes.append(f"no file of start(s) {', '.join(missing)}")
+        report.notes.append(f"no line of start(s) {', '.join(missing)}")
     first = report.windows[0]
     report.first = report.last = first.first
     report.position = report.end = first.start.header.position if first.first else 0
@@ -88,10 +84,9 @@ def verify_data(run: Path) -> DataReport:
             f" samples count as used; the first is step {min(skipped):,}"
         )
     report.notes += [
-        f"start {s.header.start}, rank {rank}: {e.unreadable} line(s) cut off, as a kill or a full disk leaves them"
-        for s in starts
-        for rank, e in s.entries.items()
-        if e.unreadable
+        f"{name}: {count} line(s) cut off, as a kill or a full disk leaves them"
+        for name, count in unreadable.items()
+        if count
     ]
     return report
 
@@ -127,7 +122,7 @@ def _check(window: Window, report: DataReport) -> Iterator[Wrong]:
 def _missing_ranks(window: Window) -> list[str]:
     start = window.start
     return [
-        f"start {start.header.start}: no file of rank(s) {', '.join(map(str, start.missing))} of {start.header.size};"
+        f"start {start.header.start}: nothing of rank(s) {', '.join(map(str, start.missing))} of {start.header.size};"
         " if the hosts share no file system, copy the ledger/ of each host into that of the run"
     ] * bool(start.missing)
 

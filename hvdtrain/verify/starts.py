@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -22,8 +22,10 @@ _LINES_AT_ONCE = 1 << 16
 
 Ints = NDArray[np.int64]
 _Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-_Line = tuple[_Int, list[tuple[_Int, _Int]], _Int]
-"""A step, the ranges that a rank used, and their checksum."""
+_Line = tuple[_Int, _Int, _Int, list[tuple[_Int, _Int]], _Int]
+"""A start, a rank, its step, the ranges that it used, and their checksum."""
+_Columns = list[Ints]
+"""Steps, checksums and numbers of ranges [N]; begins and ends of the ranges [M]."""
 
 _decode_lines = msgspec.json.Decoder(list[_Line]).decode
 
@@ -32,13 +34,12 @@ _decode_lines = msgspec.json.Decoder(list[_Line]).decode
 class Entries:
     """A rank's steps of one start, in the order of the file."""
 
-    header: StartHeader  # first line of the file; those of all ranks should agree
+    header: StartHeader  # those of all ranks should agree
     steps: Ints  # [N]
     checksums: Ints  # checksums of the used indices [N]
     first: Ints  # [N + 1]; step i has the ranges first[i] to first[i + 1]
     begins: Ints  # of the ranges [M]
     ends: Ints  # of the ranges [M]
-    unreadable: int = 0  # number of invalid lines; a kill may cut off the last one
 
     def between(self, first: int, last: int) -> Entries:
         """Return the entries of the steps after `first` up to `last`."""
@@ -53,12 +54,12 @@ class Entries:
 class Start:
     """A start of a run."""
 
-    header: StartHeader  # header of the lowest rank with a file
-    entries: Mapping[int, Entries]  # of each rank with a file
+    header: StartHeader  # header of the lowest rank that has one
+    entries: Mapping[int, Entries]  # of each rank that has a header
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a file."""
+        """Ranks without a header."""
         return [rank for rank in range(self.header.size) if rank not in self.entries]
 
     @property
@@ -83,29 +84,34 @@ class Window:
     last: int
 
     def entries(self, rank: int) -> Entries:
-        """Return the entries of a rank, which has a file, in the window."""
+        """Return the entries of a rank, which has a header, in the window."""
         return self.start.entries[rank].between(self.first, self.last)
 
 
-def read_starts(folder: Path) -> tuple[list[Start], list[Path]]:
-    """Return the starts in a ledger, in order, and the files without a header, from ranks that were killed early.
+def read_starts(folder: Path) -> tuple[list[Start], dict[str, int]]:
+    """Return the starts in a ledger, in order, and the number of invalid lines by file: a kill may cut off one.
 
     Errors: RunDirectoryError: a file cannot be read, or has an unknown version.
     """
-    found: dict[int, dict[int, Entries]] = {}
-    empty: list[Path] = []
-    for start, rank, path in ledger_files(folder):
+    headers: dict[tuple[int, int], StartHeader] = {}
+    columns: dict[tuple[int, int], list[_Columns]] = {}
+    unreadable: dict[str, int] = {}
+    for path in ledger_files(folder):
         try:
             with path.open("rb") as file:
-                header = _header(path, file.readline())
-                entries = None if header is None else _entries(header, file)
+                while block := list(islice(file, _LINES_AT_ONCE)):
+                    rows = [line for line in block if line[:1] not in b"{\n"]
+                    found = [_header(path, line) for line in block if line[:1] == b"{"]
+                    headers |= {(head.start, head.rank): head for head in found if head is not None}
+                    lost = found.count(None) + _read_rows(rows, columns)
+                    unreadable[path.name] = unreadable.get(path.name, 0) + lost
         except OSError as error:
             raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
-        if entries is None:
-            empty.append(path)
-        else:
-            found.setdefault(start, {})[rank] = entries
-    return [Start(ranks[min(ranks)].header, ranks) for ranks in found.values()], empty
+    starts: dict[int, dict[int, Entries]] = {}
+    for (start, rank), header in sorted(headers.items(), key=lambda item: item[0]):
+        parts = columns.pop((start, rank), [_arrays([])])
+        starts.setdefault(start, {})[rank] = _entries(header, parts)
+    return [Start(ranks[min(ranks)].header, ranks) for ranks in starts.values()], unreadable
 
 
 def find_windows(starts: Sequence[Start], durable: int) -> list[Window]:
@@ -148,32 +154,31 @@ def _header(path: Path, line: bytes) -> StartHeader | None:
         return None
 
 
-def _entries(header: StartHeader, lines: Iterator[bytes]) -> Entries:
-    parts, unreadable = [_arrays([])], 0
-    while block := list(islice(lines, _LINES_AT_ONCE)):
-        columns, lost = _columns(block)
-        parts.append(columns)
-        unreadable += lost
+def _entries(header: StartHeader, parts: Sequence[_Columns]) -> Entries:
     steps, checksums, counts, begins, ends = (np.concatenate(column) for column in zip(*parts, strict=True))
     first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    return Entries(header, steps, checksums, first, begins, ends, unreadable)
+    return Entries(header, steps, checksums, first, begins, ends)
 
 
-def _columns(block: list[bytes]) -> tuple[list[Ints], int]:
-    """Return steps, checksums, numbers of ranges, begins and ends; and the number of invalid lines."""
+def _read_rows(block: list[bytes], columns: dict[tuple[int, int], list[_Columns]]) -> int:
+    """Add the lines of a block to the columns of each start and rank; return the number of invalid ones."""
+    rows: list[_Line] = []
     try:
-        return _arrays(_decode_lines(b"[%b]" % b",".join(block))), 0
+        rows = _decode_lines(b"[%b]" % b",".join(block))
     except ValueError:
-        pass
-    good: list[_Line] = []
-    for line in block:
-        with suppress(ValueError):
-            good += _decode_lines(b"[%b]" % line)
-    return _arrays(good), len(block) - len(good)
+        for line in block:
+            with suppress(ValueError):
+                rows += _decode_lines(b"[%b]" % line)
+    of: dict[tuple[int, int], list[_Line]] = {}
+    for row in rows:
+        of.setdefault(row[:2], []).append(row)
+    for key, own in of.items():
+        columns.setdefault(key, []).append(_arrays(own))
+    return len(block) - len(rows)
 
 
-def _arrays(rows: Sequence[_Line]) -> list[Ints]:
-    steps, ranges, checksums = zip(*rows, strict=True) if rows else ((), (), ())
+def _arrays(rows: Sequence[_Line]) -> _Columns:
+    _, _, steps, ranges, checksums = zip(*rows, strict=True) if rows else ((), (), (), (), ())
     counts = np.array(list(map(len, ranges)), np.int64)
     bounds = np.array([bound for some in ranges for pair in some for bound in pair], np.int64).reshape(-1, 2)
     return [np.array(steps, np.int64), np.array(checksums, np.int64), counts, bounds[:, 0], bounds[:, 1]]

@@ -33,9 +33,9 @@ def test_data_of_a_run_that_was_killed(gallery: Gallery, tmp_path: Path, capsys:
     assert (report.last, report.end) == (STEPS, 9 * STEPS)
     out = capsys.readouterr().out
     assert "; 1 interrupted" in out and "every sample exactly once" in out
-    file = run / "ledger" / "start-0000.rank-00001.jsonl"
-    lines = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    (file,) = (run / "ledger").iterdir()
+    lines = file.read_bytes().split(b"\n")
+    file.write_bytes(b"\n".join([line for line in lines if not line.startswith(b"[0,1,2,")]))
     assert main(["verify", "data", str(run)]) == 1
     assert "rank 1 does not have step 2" in capsys.readouterr().out
 

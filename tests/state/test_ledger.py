@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name, ledger_files, next_start
+from hvdtrain.state.ledger import Ledger, StartHeader, ledger_file_name, next_start
 
 
 def _head(start: int = 0, rank: int = 0) -> StartHeader:
@@ -31,20 +31,24 @@ def test_ranges_are_merged_and_the_checksum_is_of_all_indices(tmp_path: Path) ->
     ledger.add_samples(6, 7, _bytes(4))
     ledger.write(1)
     ledger.write(2)
-    head, *lines = map(orjson.loads, (tmp_path / ledger_file_name(0, 0)).read_bytes().splitlines())
+    head, *lines = map(orjson.loads, (tmp_path / ledger_file_name()).read_bytes().split())
     assert (head["seed"], head["global_batch"], head["left_out"]) == (7, 8, [])
-    assert lines == [[1, [[0, 4], [6, 7]], zlib.crc32(_bytes(5, 3, 1, 9, 4))], [2, [], 0]]
+    assert lines == [[0, 0, 1, [[0, 4], [6, 7]], zlib.crc32(_bytes(5, 3, 1, 9, 4))], [0, 0, 2, [], 0]]
 
 
-def test_each_start_has_files_of_its_own(tmp_path: Path) -> None:
+def test_all_starts_of_a_host_are_in_one_file(tmp_path: Path) -> None:
     assert next_start(tmp_path / "none") == 0
     ledger = Ledger(tmp_path, pytest.fail)
-    for start in (0, 1, 12345):
+    (tmp_path / "another-host.jsonl").write_bytes(b'\n{"version":2,"start":3,"why":"started"}\n[3,7,1,[],0]\n[3')
+    for start in (4, 5, 12345):
         assert next_start(tmp_path) <= start
         ledger.begin_start(_head(start, rank=1))
         ledger.write(1)
-    assert [(start, rank) for start, rank, _ in ledger_files(tmp_path)] == [(0, 1), (1, 1), (12345, 1)]
+    assert len(list(tmp_path.iterdir())) == 2
     assert next_start(tmp_path) == 12346
+    for step in range(2, 5000):
+        ledger.write(step)
+    assert next_start(tmp_path) == 12346, "also where its header is far away"
 
 
 def _write_and_die(folder: Path) -> None:
@@ -62,7 +66,7 @@ def test_a_killed_process_loses_no_line(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len((tmp_path / ledger_file_name(0, 0)).read_bytes().splitlines()) == 1001
+    assert len((tmp_path / ledger_file_name()).read_bytes().split()) == 1001
 
 
 @pytest.mark.parametrize("where", ["begin", "write", "sync"])
@@ -73,7 +77,7 @@ def test_a_failing_disk_is_reported_once(where: str, tmp_path: Path, monkeypatch
     ledger = Ledger(tmp_path / "ledger", told.append)
     ledger.begin_start(_head())
     if where == "write":
-        monkeypatch.setattr(os, "write", lambda file, line: len(line) // 2)
+        monkeypatch.setattr(os, "write", lambda file, line: len(line) - 1)
     elif where == "sync":
         monkeypatch.setattr(os, "fsync", lambda file: os.close(-1))
     for step in (1, 2):

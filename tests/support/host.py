@@ -203,11 +203,11 @@ class Host:
         """Run a short system command on the host."""
         self.run([tool(argv[0]), *argv[1:]], cwd=Path("/"))
 
-    def pair(self, other: Host) -> None:
-        """Lay a cable to another host."""
+    def pair(self, other: Host, port: str = LINK) -> None:
+        """Lay a cable from a port of this host to another host."""
         # entering only the network: the other's id is not known in this host's pid namespace
         enter = [tool("nsenter"), f"--target={self._holder.pid}", "--net"]
-        ends = ["name", LINK, "type", "veth", "peer", "name", LINK, "netns", str(other._holder.pid)]
+        ends = ["name", port, "type", "veth", "peer", "name", LINK, "netns", str(other._holder.pid)]
         done = subprocess.run([*enter, tool("ip"), "link", "add", *ends], capture_output=True, text=True)
         if done.returncode != 0:
             raise UnavailableError(f"the kernel makes no veth pair: {done.stderr.strip()}")

@@ -30,7 +30,7 @@ from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.tuning import TimelinePlan
 from hvdtrain.spans import Spans
 from hvdtrain.state.checkpoint_store import CheckpointStore
-from hvdtrain.state.ledger import Ledger, ledger_files
+from hvdtrain.state.ledger import Ledger, next_start
 from hvdtrain.state.train_state import Progress
 from hvdtrain.training import session
 from hvdtrain.training.elastic.worker_state import NOTHING, WorkerState, make_worker_state
@@ -258,13 +258,12 @@ def test_hosts_that_share_no_files_do_not_write_into_those_of_an_earlier_start(a
     def begin(comm: ThreadComm) -> None:
         comm.local_rank, comm.local_size = 0, 1
         folder = tmp_path / str(comm.rank)
-        for start in range(3 if comm.rank == ahead else 1):
-            folder.mkdir(exist_ok=True)
-            (folder / f"start-{start:04d}.rank-{comm.rank:05d}.jsonl").touch()
+        folder.mkdir()
+        (folder / "before.jsonl").write_text(f"\n[{2 if comm.rank == ahead else 0},0,1,[],0]")
         ledger = Ledger(folder, pytest.fail)
         stream = Stream([0] * 9, 7, 4, 2, comm.rank, comm.size)  # type: ignore[arg-type]
         begin_start(ledger, comm, stream, Progress(samples=9), "started")
         ledger.close()
 
     on_ranks(2, begin)
-    assert [ledger_files(tmp_path / str(rank))[-1][:2] for rank in range(2)] == [(3, 0), (3, 1)]
+    assert [next_start(tmp_path / str(rank)) for rank in range(2)] == [4, 4]

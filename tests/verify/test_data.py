@@ -111,7 +111,7 @@ def _write_rank(run: Path, head: StartHeader, stretch: Stretch) -> None:
         position = stream.position_after(position)
     ledger.close()
     if is_ahead and stretch.torn:
-        path = RunLayout(run).ledger / ledger_file_name(head.start, head.rank)
+        path = _file(run)
         path.write_bytes(path.read_bytes()[: -stretch.torn])
 
 
@@ -142,10 +142,32 @@ def _written(stretches: list[Stretch], length: int = 20, sources: Sequence[Seque
         shutil.rmtree(folder)
 
 
-def _edit(path: Path, change: Callable[[list[Any]], None]) -> None:
-    lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    change(lines)
-    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+def _file(run: Path) -> Path:
+    return RunLayout(run).ledger / ledger_file_name()
+
+
+def _start_and_rank(line: bytes) -> list[int]:
+    try:
+        found = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return []  # cut off
+    return [found["start"], found["rank"]] if isinstance(found, dict) else found[:2]
+
+
+def _edit(run: Path, start: int, rank: int, change: Callable[[list[Any]], None]) -> None:
+    """Change the header and the lines of a start of a rank; lines are given without both."""
+    lines = _file(run).read_bytes().split(b"\n")[1:]
+    own = [orjson.loads(line) for line in lines if _start_and_rank(line) == [start, rank]]
+    own[1:] = [line[2:] for line in own[1:]]
+    change(own)
+    own[1:] = [[start, rank, *line] for line in own[1:]]
+    others = [line for line in lines if _start_and_rank(line) != [start, rank]]
+    _file(run).write_bytes(b"".join(b"\n" + line for line in [*others, *map(orjson.dumps, own)]))
+
+
+def _remove(run: Path, start: int) -> None:
+    lines = _file(run).read_bytes().split(b"\n")[1:]
+    _file(run).write_bytes(b"".join(b"\n" + line for line in lines if _start_and_rank(line)[:1] != [start]))
 
 
 @settings(max_examples=60, deadline=None)
@@ -242,28 +264,20 @@ def test_any_single_thing_that_is_wrong_is_found(
             at = next(number for number, line in enumerate(lines) if number and line[0] == step)
             CORRUPTIONS[how](lines, at, by)
 
-        path = _file(done.run, start, rank)
-        if stretches[start].torn:  # its last line is none
-            whole = path.read_bytes().rpartition(b"\n")
-            path.write_bytes(whole[0] + whole[1])
-        _edit(path, change)
+        _edit(done.run, start, rank, change)
         report = verify_data(done.run)
         assert report.wrong, how
         assert "WRONG" in to_text(report, done.run)
 
 
-def _file(run: Path, start: int, rank: int) -> Path:
-    return run / "ledger" / ledger_file_name(start, rank)
-
-
 @pytest.mark.parametrize(
     ("change", "step", "words"),
     [
-        (lambda run: _edit(_file(run, 0, 1), lambda lines: lines[4][1][0].__setitem__(0, 23)), 4, "rank 1 [23, 24)"),
-        (lambda run: _edit(_file(run, 0, 1), lambda lines: lines[4][1][0].__setitem__(0, 23)), 4, "22 not used"),
-        (lambda run: _file(run, 1, 2).unlink(), 7, "rank(s) 2 of 3"),
-        (lambda run: [path.unlink() for path in run.glob("ledger/start-0001*")], 10, "no file of start(s) 1"),
-        (lambda run: _edit(_file(run, 2, 0), lambda lines: lines.pop()), 16, ""),  # less than a checkpoint holds
+        (lambda run: _edit(run, 0, 1, lambda lines: lines[4][1][0].__setitem__(0, 23)), 4, "rank 1 [23, 24)"),
+        (lambda run: _edit(run, 0, 1, lambda lines: lines[4][1][0].__setitem__(0, 23)), 4, "22 not used"),
+        (lambda run: _edit(run, 1, 2, lambda lines: lines.clear()), 7, "rank(s) 2 of 3"),
+        (lambda run: _remove(run, 1), 10, "no line of start(s) 1"),
+        (lambda run: _edit(run, 2, 0, lambda lines: lines.pop()), 16, ""),  # less than a checkpoint holds
     ],
 )
 def test_the_first_wrong_step_is_named(change: Callable[[Path], Any], step: int, words: str) -> None:
@@ -285,7 +299,7 @@ def test_steps_without_a_checkpoint_are_not_durable_yet() -> None:
     with _written(TWO) as done:
         (saved,) = (done.run / "checkpoints").iterdir()
         saved.rename(saved.with_name("step-000011"))
-        _edit(_file(done.run, 1, 0), lambda lines: lines.pop())  # killed before its last line
+        _edit(done.run, 1, 0, lambda lines: lines.pop())  # killed before its last line
         report = verify_data(done.run)
         text = to_text(report, done.run)
     assert report.wrong == []
@@ -295,7 +309,8 @@ def test_steps_without_a_checkpoint_are_not_durable_yet() -> None:
 def test_other_data_from_some_step_on_begins_another_order() -> None:
     with _written([Stretch(steps=6)]) as done:  # 24 positions of epochs of 20
         more = write_ledger(done.run.with_name("other"), [Stretch(steps=6), Stretch(steps=6)], length=30)
-        _file(more.run, 1, 0).rename(_file(done.run, 1, 0))
+        _remove(more.run, 0)
+        _file(more.run).rename(_file(done.run).with_name("another-host.jsonl"))
         (done.run / "checkpoints" / "step-000012").mkdir()
         report, text = verify_data(done.run), to_text(verify_data(done.run), done.run)
     assert report.wrong == []
@@ -316,8 +331,7 @@ def test_first_steps_that_only_the_journal_has_are_wrong() -> None:
         return [wrong.text for wrong in verify_data(run).wrong if "in the journal" in wrong.text]
 
     with _written([Stretch(size=2, steps=4, global_batch=6), Stretch(size=2, steps=3, global_batch=6)]) as done:
-        for path in done.run.glob("ledger/start-0000*"):
-            path.unlink()
+        _remove(done.run, 0)
         assert not only_in_journal(done.run), "it may be another run's state"
         journal = done.run / "journal.jsonl"
         journal.write_text('{"event":"started","size":2}\n{"step":1,"step_s":1.0}\n{"step":2,"step_s":1.0}\n')

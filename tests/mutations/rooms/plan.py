@@ -4,9 +4,13 @@ from tests.mutations.table import Table
 
 MUTATIONS: Table = {
     ("plan/buckets.py", "tests/exchange/test_buckets.py"): {
+        "a large model has as many buckets as experts": (
+            "max(limit_bytes, sum(nbytes for nbytes, _ in sizes.values()) // _MANY)",
+            "limit_bytes",
+        ),
         "what backward skips shares a bucket with what it finishes, which then waits for the end": (
-            "limit_bytes) for names in (first, rest)]",
-            "limit_bytes) for names in ([*first, *rest],)]",
+            "most) for names in (first, rest)]",
+            "most) for names in ([*first, *rest],)]",
         ),
     },
     ("plan/shards.py", "tests/exchange/test_shards.py"): {

@@ -18,6 +18,8 @@ MUTATIONS: Table = {
             "if self._ranges and self._ranges[-1][1] == begin:",
             "if self._ranges and self._ranges[-1][1] <= begin:",
         ),
+        "the next start has the number of the last one": ("    return max(numbers) + 1\n", "    return max(numbers)\n"),
+        "the number of a start is in its header alone": (r"\n(?:\[|\{", r"\n(?:\{"),
     },
     ("state/checkpoint_store.py", "tests/training/test_store.py"): {
         "a damaged checkpoint is not replaced by its copy": ("if self.fetch(saved.path.name):", "if False:"),
