@@ -273,7 +273,9 @@ def names(model: str) -> Figure:
     shapes = dict(enumerate([*itertools.chain(*single)] * layers + [*outside]))
     made = assign({str(name): (4 * math.prod(shape), 0) for name, shape in shapes.items()}, BUCKET_MIB << 20)
     buckets = [[shapes[int(name)] for name in bucket] for bucket in made.buckets]
-    count = sum(len(parse("int8").collectives(Bucket(each, "float32", sum(map(math.prod, each))), 8)) for each in buckets)
+    count = sum(
+        len(parse("int8").collectives(Bucket(each, "float32", sum(map(math.prod, each))), 8)) for each in buckets
+    )
     return figure(f"scale/names_{model}", [count], "tensors")
 
 

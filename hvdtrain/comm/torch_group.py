@@ -178,7 +178,6 @@ class TorchComm:
         return handle
 
     def _counts(self, name: str, sent: Tensor, counts: Sequence[int]) -> list[list[int]]:
-        """Return the `counts` of each rank."""
         table = torch.zeros(self.size, len(counts), dtype=torch.int64)
         table[self.rank] = torch.tensor(counts)
         if sent.is_cuda:  # in the thread of the caller

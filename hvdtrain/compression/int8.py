@@ -200,7 +200,6 @@ class Int8(Compressor):
         self._applied.fill_(max(found, default=0))
 
     def _views(self, flat: Tensor) -> list[Codes]:
-        """Return the views of each shard in `flat`."""
         return self._blocks.views(flat, self._shard)
 
     def _draw(self, use: str) -> None:

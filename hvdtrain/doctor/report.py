@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.errors import listed
@@ -30,6 +32,14 @@ class Finding:
     def as_data(self) -> dict[str, Any]:
         """Return the finding as in the JSON report, where ``mend`` is the key of the fix."""
         return {"mend" if name == "fix" else name: value for name, value in vars(self).items()}
+
+
+def known_cause(program: str, message: str) -> tuple[str, str]:
+    """Return the cause of a message of a program in causes.yaml, and the fix; empty texts if it is not known."""
+    from hvdtrain.yaml_file import read_yaml  # only after an error
+
+    known = read_yaml(Path(__file__).with_name("causes.yaml"))[program]
+    return next(((each["cause"], each["fix"]) for each in known if re.search(each["pattern"], message)), ("", ""))
 
 
 def worst(findings: Iterable[Finding]) -> int:

@@ -76,7 +76,6 @@ def predict_memory(run: RunConfig, build: Callable[[], Any], ranks: int) -> Memo
 
 
 def _predict(run: RunConfig, build: Callable[[], Any], ranks: int, rank: int = 0) -> Memory:
-    """Return the memory of a rank."""
     parallel, comm = run.config.parallel, ImaginedComm(ranks, rank=rank)
     if parallel.engine == "ddp":
         resolve(run.config)  # refuses what DDP does not support

@@ -118,7 +118,6 @@ def propose(lines: list[Line], gib: float | None) -> tuple[list[Line], list[str]
 
 
 def _options(line: Line) -> str:
-    """Return the options of a line."""
     modes = [f"--memory.checkpointing {line.checkpointing}"] if line.checkpointing != "none" else []
     shard = ["--parallel.engine fsdp"] if line.shard == "parameters" else [f"--parallel.shard {line.shard}"]
     return " ".join([*(_mesh_options(line.mesh) if line.mesh else shard), *modes])

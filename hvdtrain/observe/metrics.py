@@ -72,13 +72,15 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._values: dict[str, dict[_Labels, float]] = {metric.name: {} for metric in METRICS}
         self._values["alarms"] = {(event,): 0.0 for event in _ALARMS}
-        self._ranks_at = 0
         self._hosts: Sequence[str] = ()
+        self._means: dict[str, dict[_Labels, float]] = {}  # of the newest block of steps, for counters
+        self._since = 0  # steps since that block
 
     def values(self, metric: Metric) -> dict[_Labels, float]:
         """Return the values of a metric by its labels."""
         with self._lock:
-            return dict(self._values[metric.name])
+            means = self._means.get(metric.name, {})
+            return {key: n + self._since * means.get(key, 0.0) for key, n in self._values[metric.name].items()}
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take the values of a record of the run."""
@@ -87,6 +89,7 @@ class RunMetrics:
             for metric in METRICS:
                 if metric.event == event and metric.labels != _RANK:
                     self._take(metric, record.get(metric.field), record)
+            self._since += event == "step"
             if event == "ranks":
                 self._take_ranks(record)
             if event == "explained" and (goodput := record["figures"].get("goodput")) is not None:
@@ -109,16 +112,22 @@ class RunMetrics:
             values[()] = metric.factor * value
 
     def _take_ranks(self, record: Mapping[str, Any]) -> None:
-        """Take the means over a block of steps, which represent the steps since the block before."""
+        """Take the means over a block of steps. Counters grow by them in each step until the next block.
+
+        Before the first block of a round nothing is known: it stands for the steps up to its end, too.
+        """
         ranks: list[_Labels] = [(str(rank), host) for rank, host in enumerate(record["hosts"])]
-        if record["hosts"] != self._hosts:  # another round
-            self._hosts, self._ranks_at = record["hosts"], record["first_step"] - 1
-        steps, self._ranks_at = max(0, record["at_step"] - self._ranks_at), record["at_step"]
+        is_first = record["hosts"] != self._hosts  # of a round
+        self._hosts = record["hosts"]
+        steps = max(0, record["at_step"] - record["first_step"] + 1) if is_first else self._since
         for metric in METRICS:
             if metric.labels == _RANK:
                 before = self._values[metric.name]
                 found = {**record, **record["facts"]}.get(metric.field) or [None] * len(ranks)
                 new = {rank: metric.factor * each for rank, each in zip(ranks, found, strict=True) if each is not None}
                 if metric.counts:
-                    new = {rank: before.get(rank, 0.0) + steps * new.get(rank, 0.0) for rank in ranks}
+                    means, self._means[metric.name] = self._means.get(metric.name, {}), new
+                    means = new if is_first else means
+                    new = {rank: before.get(rank, 0.0) + steps * means.get(rank, 0.0) for rank in ranks}
                 self._values[metric.name] = new
+        self._since = 0

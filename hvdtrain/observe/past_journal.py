@@ -102,7 +102,7 @@ class JournalStart:
     started: Mapping[str, Any]  # the event `started`; empty for lines before the first
     first_step: int | None = None
     last_step: int = -1  # number of its last step; -1 before
-    last_time: float = 0.0  # time of its last line in seconds since 1970; 0 if unknown
+    last_time: float = 0.0  # time of its end, or of its last line, in seconds since 1970; 0 if unknown
     events: list[dict[str, Any]] = field(default_factory=list)
     steps: array[int] = field(default_factory=lambda: array("q"))  # in the order of lines; a repeated step has several
     seconds: array[float] = field(default_factory=lambda: array("d"))  # of each of these; 0 if unknown
@@ -110,6 +110,11 @@ class JournalStart:
     skipped: list[int] = field(default_factory=list)  # places in `steps` of those that changed nothing
     first_times: list[float] = field(default_factory=list)  # of the first `FIRST_TIMES` lines, since 1970; 0 if unknown
     last_step_time: float = 0.0  # of the last of these lines
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of `ENDINGS` is among its events."""
+        return any(event["event"] in ENDINGS for event in self.events[-len(AFTER_END) :])
 
     def events_named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name."""
@@ -163,7 +168,8 @@ class JournalReader:
         if line.event == "started" or not self._starts:
             self._starts.append(JournalStart(event if line.event == "started" else {}))
         start = self._starts[-1]
-        start.last_time = _number(line.time)
+        if line.event not in AFTER_END or not start.has_ended:
+            start.last_time = _number(line.time)
         if is_step:
             start.first_step = line.step if start.first_step is None else start.first_step
             start.last_step, start.last_step_time = line.step, start.last_time

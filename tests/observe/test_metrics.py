@@ -95,11 +95,23 @@ def test_each_record_gives_its_values() -> None:
     assert {name: values[name][rank_1] for name in expected} == pytest.approx(expected)
     assert values["gpu_usage"] == {(): 0.9} and values["energy"] == {("GPUs",): 70.0}
     assert values["slow"] == {("rank 1",): 1.0} and values["alarms"]["not_finite",] == 1.0
-    metrics.write({**RANKS, "first_step": 33, "at_step": 48})
-    assert metrics.values(METRICS[[m.name for m in METRICS].index("exposed")])[rank_1] == pytest.approx(0.096)
+
+
+def test_counters_of_ranks_grow_in_each_step() -> None:
+    """Else a rate over less than the time between two blocks is 0, or several times too high."""
+    metrics, exposed = RunMetrics(), next(metric for metric in METRICS if metric.name == "exposed")
+    rank_1, seen = ("1", "b"), []
+    metrics.write(RANKS)
+    for _ in range(3):
+        metrics.write(STEP)
+        seen.append(metrics.values(exposed)[rank_1])
+    assert seen == pytest.approx([0.034, 0.036, 0.038])
+    metrics.write({**RANKS, "first_step": 33, "at_step": 48, "exposed_ms": [1.0, 5.0]})
+    assert metrics.values(exposed)[rank_1] == pytest.approx(0.038)
+    metrics.write(STEP)
+    assert metrics.values(exposed)[rank_1] == pytest.approx(0.043)
     metrics.write({**RANKS, "first_step": 101, "at_step": 116, "hosts": ["b", "a"]})  # another round
-    exposed = {m.name: metrics.values(m) for m in METRICS}["exposed"]
-    assert exposed == pytest.approx({("0", "b"): 0.016, ("1", "a"): 0.032})
+    assert metrics.values(exposed) == pytest.approx({("0", "b"): 0.016, ("1", "a"): 0.032})
 
 
 def test_a_port_is_read_while_the_run_lives_and_is_closed_then() -> None:

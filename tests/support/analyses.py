@@ -174,5 +174,5 @@ def _taken(value: Any) -> Any:
 
 def empty() -> Analysis:
     """A Timeline in which there was nothing."""
-    blame = Blame("none", 0, [], [], {}, "the file holds no ticks")
+    blame = Blame("none", 0, [], [], {}, "the file holds no ticks", unknown=True)
     return Analysis("timeline.json", 0, None, None, [], blame, [])

@@ -5,48 +5,12 @@ from __future__ import annotations
 import re
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.report import Finding, Level
+from hvdtrain.doctor.report import Finding, Level, known_cause
 from hvdtrain.install.record import BUILD_COMMAND, PROVE_NOW, BuildRecord
 from hvdtrain.runtime.environment import TORCHRUN
 
 _NAMES = {"mpi": "MPI", "gloo": "Gloo", "nccl": "NCCL", "cuda": "CUDA"}
 _UNDECLARED = ("cloudpickle", "psutil", "yaml", "cffi", "packaging")
-
-_IMPORT_ERRORS = (
-    (
-        r"undefined symbol",
-        "it was built for another torch or with another compiler; Horovod does not check torch when it loads",
-        BUILD_COMMAND,
-    ),
-    (
-        r"libnccl\S*: cannot open",
-        "the NCCL that it was built with is missing: the folder of HOROVOD_NCCL_HOME must not be removed",
-        f"{BUILD_COMMAND} --gpu nccl, which uses the NCCL of torch",
-    ),
-    (
-        r"lib(mpi|open-)\S*: cannot open",
-        "the MPI that it was built with is missing: its module is not loaded, or its environment was removed",
-        f"load the module of that MPI; or rebuild for the MPI of this machine: {BUILD_COMMAND}",
-    ),
-    (r"lib(cuda|cu\w+)\S*: cannot open", "it was built with CUDA, which is missing here", BUILD_COMMAND),
-    (
-        r"lib(torch|c10)\S*: cannot open",
-        "it was built for a torch with other libraries, usually one with CUDA",
-        BUILD_COMMAND,
-    ),
-    (
-        r"GLIBC(XX)?_\S+' not found|version `\S+' not found",
-        "it was built on a newer system than this one",
-        f"{BUILD_COMMAND}   (on this machine)",
-    ),
-    (r"No module named 'distutils", "Python 3.12 and newer have no distutils", "pip install setuptools"),
-    (
-        r"has not been built|Extension \S+ has not",
-        "it was built without PyTorch, because torch was not visible to pip install horovod",
-        BUILD_COMMAND,
-    ),
-)
-"""Errors of importing Horovod: pattern, cause, fix."""
 
 _BF16_SINCE = (8, 0)
 _DRIVER_OF_CUDA = {11: "450.80", 12: "525.60", 13: "580.65"}
@@ -91,10 +55,8 @@ def _explain_import_error(error: str) -> tuple[str, str]:
     if (missing := re.search(r"No module named '(\w+)", error)) and missing[1] in _UNDECLARED:
         package = "pyyaml" if missing[1] == "yaml" else missing[1]
         return "; Horovod does not declare this dependency", f"pip install {package}"
-    for pattern, why, fix in _IMPORT_ERRORS:
-        if re.search(pattern, error):
-            return f"; {why}", fix
-    return "", BUILD_COMMAND
+    why, fix = known_cause("horovod", error)
+    return (f"; {why}", fix.format(build=BUILD_COMMAND)) if why else ("", BUILD_COMMAND)
 
 
 def _features(record: BuildRecord) -> str:

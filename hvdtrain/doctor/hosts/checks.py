@@ -13,64 +13,8 @@ from hvdtrain.doctor.facts.machine import UNLIMITED
 from hvdtrain.doctor.hosts import network_checks
 from hvdtrain.doctor.hosts.host_probe import HostReport
 from hvdtrain.doctor.hosts.survey import Survey
-from hvdtrain.doctor.report import Finding, Level, by_value, names
+from hvdtrain.doctor.report import Finding, Level, by_value, known_cause, names
 from hvdtrain.install.record import BUILD_COMMAND
-
-_CAUSES = (
-    (
-        "Could not resolve hostname|Name or service not known",
-        "this host name has no address",
-        "getent hosts {machine}; then correct the name in --hosts, /etc/hosts, the DNS or ~/.ssh/config",
-    ),
-    (
-        "Connection refused",
-        "the host is up, but no ssh server listens on that port",
-        "on {host}: systemctl start ssh (or sshd); --ssh-port PORT if it uses another port",
-    ),
-    (
-        "HOST IDENTIFICATION HAS CHANGED|Offending .* key in|[Hh]ost key for .* has changed",
-        "its host key differs from the known one: it was reinstalled, or the connection is intercepted",
-        "ask the administrator of {host} whether it was reinstalled; if so: ssh-keygen -R {host}{key_file}, then log "
-        "in once: ssh {host} true",
-    ),
-    (
-        "[Hh]ost key verification failed|host key is known",
-        "its host key is not known, and doctor cannot ask you to confirm it",
-        "log in once and compare the fingerprint: ssh {host} true",
-    ),
-    (
-        r"Permission denied \(|Too many authentication failures|No more authentication methods",
-        "it does not accept this user without a password",
-        "ssh-copy-id {host}; or name the user in --hosts USER@{machine}",
-    ),
-    (
-        "No module named|that host runs hvdtrain",
-        "Python starts, but hvdtrain or a package that it needs is missing there, or of another version",
-        "install the same environment there in the same folder, or on a file system that all hosts mount",
-    ),
-    (
-        r"exec: |: Permission denied|not found|cannot execute|Exec format error|sh:.*[Nn]o such file or directory",
-        "this Python does not exist there under the same path",
-        "install the same environment there under the same path, or on a file system that all hosts mount",
-    ),
-    (
-        "[Tt]imed out|No route to host|[Nn]etwork is unreachable|[Cc]onnection to .* closed|timed out: no answer",
-        "no answer: the host is down, a firewall drops packets, or its disk or login script hangs",
-        "ping {machine}; then: ssh {host} true",
-    ),
-    (
-        "kex_exchange|Connection (reset|closed)|Broken pipe",
-        "its ssh server closes connections before login: too many at once, or this host is not allowed",
-        "on {host}: journalctl -u ssh; check MaxStartups in sshd_config and /etc/hosts.deny",
-    ),
-    (
-        "Bad owner or permissions|UNPROTECTED PRIVATE KEY|Bad configuration option|command-line",
-        "the ssh configuration of this host is invalid",
-        "correct what the message names; then: ssh {host} true",
-    ),
-    ("", "it does not answer", "ssh {host} true"),
-)
-"""Causes: pattern of the message, explanation, fix. ``{machine}`` is the host without a user name."""
 
 _SAME = "install the same version on all hosts, or one environment on a file system that all hosts mount"
 _FEW_FILES = 1024
@@ -78,7 +22,7 @@ _FEW_FILES = 1024
 
 def explain_ssh_failure(host: str, message: str) -> Finding:
     """Return the finding for a host that does not answer. ``message``: last lines of ssh, the shell or Python."""
-    why, fix = next((why, fix) for pattern, why, fix in _CAUSES if re.search(pattern, message))
+    why, fix = known_cause("ssh", message)
     found = re.search(r"Offending \S+ key in (\S+?):\d+", message)
     key_file = f" -f {shlex.quote(found[1])}" if found else ""
     fix = fix.format(host=host, machine=host.rpartition("@")[2], key_file=key_file)

@@ -99,7 +99,6 @@ def shared_addresses(survey: Survey) -> list[Finding]:
 
 
 def _network(survey: Survey, host: str) -> str:
-    """Return the network of a host's address."""
     if interface := survey.interface(host):
         return interface.network
     return str(ipaddress.ip_network(survey.addresses[host].partition("%")[0]))

@@ -25,7 +25,7 @@ from hvdtrain.timeline.analysis.phases import count_steps, only_steps
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_ticks, stalls_of, warm_up
 from hvdtrain.timeline.analysis.shares import stragglers_of
 from hvdtrain.timeline.analysis.straggler_causes import causes_of
-from hvdtrain.timeline.analysis.stragglers import Stragglers, find_stragglers, weighed_mean
+from hvdtrain.timeline.analysis.stragglers import LEAST_ROUNDS, Stragglers, find_stragglers, weighed_mean
 from hvdtrain.timeline.columns import HorovodTrace, RunTrace
 
 ENOUGH = 10
@@ -171,7 +171,7 @@ def _regular(run: RunTrace) -> RunTrace:
 
 def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     if stragglers is None:
-        return Blame("none", 0, [], [], {}, _no_stamps(run))
+        return Blame("none", 0, [], [], {}, _no_stamps(run), unknown=True)
     rounds, table = stragglers.rounds, run.steps if stragglers.rounds.source == "stamps" else None
     parts = budget.parts_by_rank(table) if table is not None else {}
     behind = np.median(rounds.work_ms - median_of_others(rounds.work_ms), axis=1)
@@ -187,7 +187,8 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     spells = [_spell(rank, spell, rounds) for rank in late for spell in stragglers.spells(rank)]
     steps, together = int(rounds.length.sum()), _together(run, parts)
     span = (int(run.steps.step[0]), int(run.steps.step[-1])) if run.steps is not None else (0, 0)
-    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together, *span)
+    unknown = not late and not (len(rounds.step) >= LEAST_ROUNDS and np.isfinite(rounds.clock_error_ms).all())
+    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together, *span, unknown)
 
 
 def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:

@@ -223,6 +223,7 @@ class Blame:
     together: Count = 1
     first_step: Count = 0  # of the start; 0 without stamps
     last_step: Count = 0
+    unknown: bool = False  # whether there may be stragglers: too few steps, or clocks that were never compared
 
     def group_of(self, rank: int) -> list[int]:
         """Return the ranks that are slow together with a rank."""
@@ -379,7 +380,7 @@ def figures(analysis: Analysis) -> dict[str, float]:
         "goodput": analysis.goodput.share if analysis.goodput else None,
         "mfu": analysis.efficiency.mfu if analysis.efficiency else None,
         "scaling_efficiency": analysis.scaling.efficiency if analysis.scaling else None,
-        "straggler_ms": max(worst.values(), default=0.0) if blame.source != "none" else None,
+        "straggler_ms": max(worst.values(), default=0.0) if not all(each.unknown for each in blames) else None,
         "straggler_rank": float(max(worst, key=lambda rank: worst[rank])) if worst else None,
     }
     if (budget := analysis.budget) is not None:

@@ -12,9 +12,17 @@ from hvdtrain.timeline import wording
 from hvdtrain.timeline.analysis.analysis import Finding
 from hvdtrain.timeline.analysis.budget import ASIDE, IDLE, sample_of
 from hvdtrain.timeline.analysis.findings_exchange import LITTLE_BYTES, RULES_OF_ACTIVATIONS, RULES_OF_EXCHANGES
-from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS
+from hvdtrain.timeline.analysis.findings_ranks import RULES_OF_RANKS, grown_waits
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
-from hvdtrain.timeline.analysis.phases import COPIES, NEGOTIATION, QUEUE, TRANSFER, count_steps, whole_collectives
+from hvdtrain.timeline.analysis.phases import (
+    COPIES,
+    NEGOTIATION,
+    NEVER_CACHED,
+    QUEUE,
+    TRANSFER,
+    count_steps,
+    whole_collectives,
+)
 from hvdtrain.timeline.analysis.rank_steps import warm_up
 from hvdtrain.timeline.analysis.straggler_causes import figures_of
 from hvdtrain.timeline.columns import RunTrace
@@ -95,6 +103,11 @@ def _changes(facts: Facts) -> Iterator[Finding]:
         advice = "look at the machine metrics of that time in TensorBoard: clocks, temperatures, other load"
         if max(change.parts_ms, key=lambda part: change.parts_ms[part], default="") == "wait":
             advice = "look at the network of that time: its speed, its errors, other traffic"
+            table, steps = facts.run.steps, range(change.first_step, change.last_step + 1)
+            if (grown := grown_waits(table, [*steps])) is not None and grown[0] > grown[1]:
+                advice = f"the others waited for {grown[2]} then: see what it did, and its host"
+            elif table is not None and len(set(table.hosts)) == 1:
+                advice = "look at what else ran on this host then: its ranks exchange within it"
         yield Finding("change", text, (change.step_ms - change.usual_ms) * change.share, advice)
 
 
@@ -238,7 +251,8 @@ def _cache(run: RunTrace) -> Iterator[Finding]:
             continue
         ranks = int(trace.tick_rank.max()) + 1
         turns = np.bincount(trace.tick_tensor, minlength=len(trace.tensors)) / ranks
-        full = int(np.sum(turns > max(_TURNS_WITH_TICKS, steps / 2)))
+        cached = [not name.startswith(NEVER_CACHED) for name in trace.tensors]
+        full = int(np.sum(cached & (turns > max(_TURNS_WITH_TICKS, steps / 2))))
         if full:
             text = f"{full} tensors were negotiated in full in every step: Horovod's response cache is too small"
             advice = f"HOROVOD_CACHE_CAPACITY={max(2048, 2 * len(trace.tensors))}, unless it was 0 on purpose"

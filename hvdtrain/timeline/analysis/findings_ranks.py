@@ -17,6 +17,7 @@ from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares, workers_of
 from hvdtrain.timeline.analysis.straggler_causes import dominant
 from hvdtrain.timeline.analysis.stragglers import Division, Pause
+from hvdtrain.timeline.columns import StepTable
 
 _MANY_PAUSES = 3
 _LOOK = "check what its host did then; pauses do not count as straggler cost"
@@ -80,7 +81,6 @@ def _late(facts: Facts) -> Iterator[Finding]:
 
 
 def _late_together(facts: Facts, ranks: Sequence[int], who: str, advice: str) -> Finding:
-    """Return the finding of ranks that are slow together."""
     rows = [row for row in facts.blame.ranks if row.rank in ranks]
     when = wording.spells(min((facts.blame.spells_of(rank) for rank in ranks), key=len))
     cost, behind = sum(row.cost_ms.value for row in rows), float(np.median([row.behind_ms for row in rows]))
@@ -207,7 +207,13 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
     recorded = stalls.keys() & {pause.step for pause in stragglers.pauses}
     if not recorded and stalled_ms >= LEAST_SHARE * facts.step_ms * count:
         text = f"{wording.counted(len(stalls), 'step')} stalled, {_when([*stalls])}, {_seconds(stalled_ms)} in total"
-        yield Finding("pause", f"{text}; no stamps show why", stalled_ms / count, _LOOK)
+        why, advice = "no stamps show why", "check what the hosts did then"
+        if (grown := grown_waits(facts.run.steps, [*stalls])) is not None:
+            late_ms, exposed_ms, last = grown
+            why = f"most of it waits for {last}" if 2 * late_ms * len(stalls) > stalled_ms else "on all ranks at once"
+            if 2 * exposed_ms * len(stalls) > stalled_ms:
+                why, advice = "after the last rank was ready", _CURES["sums"]
+        yield Finding("pause", f"{text}; {why}", stalled_ms / count, advice)
     for steps in order[:_MANY_PAUSES]:
         ranks = together[steps]
         in_steps, times, in_all_ms, cost_ms = steps, len(steps), took[steps], took[steps] / looked_at
@@ -233,12 +239,27 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
         yield Finding("pause", text, None, "check what the hosts did then")
 
 
+def grown_waits(table: StepTable | None, steps: Sequence[int]) -> tuple[float, float, str] | None:
+    """Return by how much longer, in ms, ranks wait in `steps` for the last one, and for the exchange after it.
+
+    And which rank is the last. Medians are compared; None if these steps, or all others, have no stamps.
+    """
+    here = np.isin(table.step, steps) if table is not None else np.zeros(0, bool)
+    if table is None or len(table.hosts) < 2 or here.all() or not here.any():
+        return None
+    last = table.ready_us.max(axis=0)
+    waits = np.stack([last - table.ready_us.min(axis=0), np.median(table.released_us, axis=0) - last]) / 1e3
+    late, exposed = np.median(waits[:, here], axis=1) - np.median(waits[:, ~here], axis=1)
+    rank = int(np.bincount(table.ready_us[:, here].argmax(axis=0)).argmax())
+    return float(late), float(exposed), wording.ranks([rank], table.hosts)
+
+
 def _when(steps: Sequence[int]) -> str:
     """Say in which steps, or how often if that is regular."""
     gaps = np.diff(steps)
     if len(gaps) >= _REGULAR:
         period = float(np.median(gaps))
-        if np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
+        if period > 1 and np.all(np.abs(gaps - period) <= max(1.0, _ABOUT * period)):
             return f"about every {period:.0f} steps"
     some = listed((f"{step:,}" for step in steps), _MANY_STEPS, " and others")
     return f"in step{'s' if len(steps) > 1 else ''} {some}"
@@ -259,18 +280,28 @@ def _jitter(facts: Facts) -> Iterator[Finding]:
     cost = stragglers.jitter_ms
     if cost.low <= max(LEAST_SHARE * stragglers.rounds.step_ms, LEAST_MS):
         return
-    work = stragglers.rounds.work_ms
+    work, table = stragglers.ready_ms, facts.run.steps
     beyond = work.max(axis=0) - np.median(work, axis=0)
-    waited = np.bincount(np.argmax(work, axis=0), weights=beyond, minlength=len(work))  # for each rank
+    last = np.argmax(work, axis=0)
+    waited = np.bincount(last, weights=beyond, minlength=len(work))  # for each rank
     share = float(waited.max() / max(1e-12, waited.sum()))
     cause = "different ranks are late in different steps"
-    if share >= _MOSTLY and not stragglers.late:
-        cause = f"{share:.0%} of it in steps that wait for rank {np.argmax(waited)}, perhaps by chance"
+    if share >= _MOSTLY:
+        chance = "" if stragglers.late else ", perhaps by chance"
+        cause = f"{share:.0%} of it in steps that wait for rank {np.argmax(waited)}{chance}"
     advice = (
         "use fewer threads than cores, bind ranks to cores (mpirun --bind-to core), stop other programs on the hosts"
     )
     if facts.cores_explain(cost.value):
         advice = f"ranks wait for CPU cores: {facts.for_cores()}"
+    for part in ("data", "gc", "forward", "backward"):
+        if table is None or part not in table.parts_us or stragglers.rounds.source != "stamps":
+            continue
+        times = stragglers.rounds.mean_of(np.nan_to_num(table.parts_us[part])) / 1e3
+        more = np.minimum((times - np.median(times, axis=0))[last, np.arange(len(last))], beyond)
+        cure = _cure(facts, part) or (share >= _MOSTLY and f"see what slows {part} there: hvdtrain doctor on its host")
+        if 2 * more.sum() > beyond.sum() and cure:
+            cause, advice = f"{cause}; mostly by {part}", cure
     yield Finding("jitter", f"jitter costs {_ms(cost)} per step: {cause}", cost.value, advice)
 
 

@@ -15,6 +15,8 @@ PHASES = (TRANSFER, COPIES, QUEUE, NEGOTIATION)
 """By priority: a moment in several phases counts for the first, so that moving data comes first."""
 
 _COLLECTIVES = ("ALLREDUCE", "ALLGATHER", "BROADCAST", "ALLTOALL", "REDUCESCATTER", "JOIN", "BARRIER", "ADASUM")
+NEVER_CACHED = ("broadcast.", "reducescatter.")
+"""What the names of tensors begin with that ranks negotiate in every step; Horovod caches others."""
 _MOVING = ("MPI_", "NCCL_", "GLOO_", "CCL_", "ADASUM_", "DDL_", "MLSL_", "COMMUNICATE")
 _REGULAR_SHARE = 0.5
 _FEW_STEPS = 4

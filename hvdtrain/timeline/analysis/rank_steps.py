@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.spans import NESTED
+from hvdtrain.timeline.analysis.phases import count_steps
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
 _SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
@@ -23,7 +24,7 @@ _SLOW, _HALF, _MOST_OF_RUN = 1.5, 0.5, 0.25
 """Of a usual step, of the steps of a start-up, and of all steps."""
 _LEAST_MS, _LEAST_SHARE = 0.2, 0.01
 """A smaller cost, in ms or as a share of a step, makes no straggler."""
-_STALL = 10.0
+STALL = 10.0
 """Times a usual step: a step that takes longer, after the start-up, has stalled."""
 _ASIDE_SHARE = 0.01
 _MOST = 1 << 18
@@ -110,7 +111,7 @@ def stalls_of(start: JournalStart) -> dict[int, float]:
         return {}
     usual = np.median(ms)
     outer = [event["at_step"] for event in start.events_named("outer_step") if isinstance(event.get("at_step"), int)]
-    mine = (np.arange(len(ms)) >= start_up_steps(ms)) & (ms > _STALL * usual) & ~np.isin(step, outer)
+    mine = (np.arange(len(ms)) >= start_up_steps(ms)) & (ms > STALL * usual) & ~np.isin(step, outer)
     return dict(zip(step[mine].tolist(), (ms[mine] - usual).tolist(), strict=True))
 
 
@@ -237,12 +238,12 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     ranks = int(trace.tick_rank.max()) + 1 if len(trace.tick_rank) else 0
     if ranks < 2:
         return None
-    by_tensor = [each for tensor in np.unique(trace.tick_tensor) if (each := _turns(trace, int(tensor), ranks)).size]
-    if not by_tensor:
-        return None
-    counts = np.array([each.shape[1] for each in by_tensor])
-    # Tensors that occur once are broadcasts of the start. Others with an unusual count are not part of each step.
-    often = counts[counts >= _LEAST_TURNS]
+    # Broadcasts belong to starts and checkpoints.
+    tensors = [t for t in np.unique(trace.tick_tensor).tolist() if not trace.tensors[t].startswith("broadcast.")]
+    by_tensor = [_turns(trace, tensor, ranks) for tensor in tensors]
+    counts = np.array([each.shape[1] for each in by_tensor], np.intp)
+    # Tensors with an unusual count are not part of each step, or are exchanged in each of its passes.
+    often = counts[(counts >= _LEAST_TURNS) & (counts <= (count_steps(trace) or counts.max(initial=0)) + 1)]
     if not len(often):
         return None
     usual = int(np.bincount(often).argmax())

@@ -16,6 +16,9 @@ from hvdtrain.timeline.analysis.stats import mean_of
 from hvdtrain.timeline.analysis.stragglers import BatchSizes, Division, Stragglers, find_stragglers
 from hvdtrain.timeline.columns import Floats, StepTable
 
+_AS_LONG, _SLOWER = 0.9, 1.1
+"""Shares of a rank's time in a step, and of that of one of its micro-batches, beyond which it is slow itself."""
+
 
 class Shares(NamedTuple):
     """Micro-batches by the speed of ranks, after `at_step`; by rank, their number and the time of one."""
@@ -65,12 +68,16 @@ def passes_by_rank(config: Mapping[str, Any], size: int) -> list[int]:
 def without_passes(rounds: Rounds, passes: Sequence[int]) -> tuple[Rounds, Division]:
     """Remove what the numbers of micro-batches explain: the usual time of the ranks with equally many.
 
-    Of two ranks the faster one is usual. A rank with a number of its own cannot be compared.
+    Of two ranks the faster one is usual. A rank with a number of its own is compared only where fewer micro-batches
+    take as long, or one of its own much longer than one of the others: then the fastest rate is usual for all.
     """
     own, work = np.array(passes), np.median(rounds.work_ms, axis=1)
     usual = {count: float(np.quantile(work[own == count], 0.5, method="lower")) for count in set(passes)}
-    slowest = max(usual.values())
-    later = np.array([slowest - usual[count] for count in passes])
+    most, rate = max(usual), {count: ms / count for count, ms in usual.items() if count}
+    fewer_as_long = any(usual[count] > _AS_LONG * usual[most] for count in usual if count < most)
+    if fewer_as_long or rate[most] > _SLOWER * min(rate.values()):
+        usual = {count: count * min(rate.values()) for count in usual}
+    later = np.array([usual[most] - usual[count] for count in passes])
     fewer = later[:, None]
     equal = replace(rounds, work_ms=rounds.work_ms + fewer, fewer_ms=fewer, alone_ms=rounds.alone_ms[:0])
     return equal, Division(passes, float(later.mean()), work.tolist())

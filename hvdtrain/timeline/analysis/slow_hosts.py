@@ -71,7 +71,6 @@ def slow_hosts(starts: Iterable[StampedStart], group_of: Mapping[str, str]) -> d
 
 
 def _add(found: Stragglers, start: StampedStart, of_rank: Sequence[Sequence[Place]]) -> None:
-    """Add a start to the places of its ranks."""
     hours = float(found.rounds.weight.sum()) * len(of_rank) / 1e3 / S_PER_HOUR  # of all devices, per ms of a step
     ranks: dict[int, tuple[Place, list[int]]] = {}
     for rank, places in enumerate(of_rank):

@@ -144,7 +144,6 @@ def _slowed(blocks: Sequence[Sequence[Any]], rank: int) -> set[str]:
 
 
 def _blocks(table: StepTable, column: Ints) -> list[Mapping[str, Sequence[Any]]]:
-    """Return the facts of the blocks of these steps."""
     return [table.facts[number] for number in np.unique(table.block[column])]
 
 

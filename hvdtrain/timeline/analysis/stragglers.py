@@ -17,7 +17,8 @@ from hvdtrain.timeline.analysis.rank_steps import Rounds
 from hvdtrain.timeline.analysis.stats import change_points, mean_of
 from hvdtrain.timeline.columns import Floats
 
-_LEAST_ROUNDS = 8
+LEAST_ROUNDS = 8
+"""With fewer, it is unknown whether there is a straggler."""
 _KNOWN = 0.2
 _MOSTLY = 0.7
 _BEYOND = 1.5
@@ -85,6 +86,13 @@ class Stragglers:
     division: Division | None = None  # effect of unequal numbers of micro-batches, which make none either
     fast: Sequence[int] = ()  # a minority that is earlier than the others, which are no stragglers for that
     ahead_ms: Estimate = _NONE  # of the median of these, before that of the others
+
+    @property
+    def ready_ms(self) -> Floats:
+        """When each rank is ready, with stragglers as the others are [ranks, rounds]."""
+        work, late = self.rounds.work_ms.copy(), list(self.late)
+        work[late] = like_the_others(work, late)[late]
+        return np.asarray(work - self.rounds.fewer_ms)
 
     def late_in(self, rank: int) -> Stragglers:
         """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""
@@ -184,7 +192,7 @@ def weighed_mean(parts: Sequence[Estimate], shares: Sequence[float]) -> Estimate
 def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) -> Stragglers:
     work = rounds.work_ms
     ranks, count = work.shape
-    found, fast, alike = _unlike_others(work) if count >= _LEAST_ROUNDS else ([], [], 1.0)
+    found, fast, alike = _unlike_others(work) if count >= LEAST_ROUNDS else ([], [], 1.0)
     grain = grain_ms or [0.0] * ranks
     matters = [max(rounds.least_ms, *each) for each in zip(rounds.clock_error_ms.tolist(), grain, strict=True)]
     while True:
@@ -202,7 +210,7 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     found = sorted([*found, *shown], key=lambda rank: -cost[rank].value)
     mended = work.copy()
     mended[found] = like_the_others(work, found)[found]
-    jitter = mean_of(mended.max(axis=0) - np.median(mended, axis=0), rounds.weight)
+    jitter = mean_of((mended - rounds.fewer_ms).max(axis=0) - np.median(mended, axis=0), rounds.weight)
     last = np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), rounds.weight, ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     ahead = _NONE
@@ -227,7 +235,7 @@ def _together(
 def _shown_alone(rounds: Rounds, late: Sequence[int], least: Sequence[float]) -> dict[int, Estimate]:
     """Return other ranks that a part of their time shows to be late, and what that part costs if more than `least`."""
     work, found = rounds.work_ms, dict[int, Estimate]()
-    for part in rounds.alone_ms if work.shape[1] >= _LEAST_ROUNDS else ():
+    for part in rounds.alone_ms if work.shape[1] >= LEAST_ROUNDS else ():
         more = (part - median_of_others(part)).mean(axis=1)
         for rank in _unlike_others(part)[0] if (more > least).any() else ():
             mended = work.copy()
@@ -272,7 +280,7 @@ def _costs(rounds: Rounds, late: Sequence[int], alike: float) -> tuple[list[Esti
 def _why_none(count: int, costs: Sequence[Estimate], matters: Sequence[float], pauses: Sequence[Pause]) -> str:
     """Say why there is no straggler. `costs` has that of each rank, then that of each as the mean over all steps."""
     apart = " (without pauses)" if pauses else ""
-    if count < _LEAST_ROUNDS:
+    if count < LEAST_ROUNDS:
         few = f"1 step{apart} is" if count == 1 else f"{count} steps{apart} are"
         return f"{few} too few to tell a straggler from chance"
     place = max(range(len(costs)), key=lambda each: costs[each].value)

@@ -60,8 +60,7 @@ def headline(analysis: Analysis) -> list[str]:
         if others := len(analysis.blame.late) - len(ranks):
             clauses.append(f"{wording.counted(others, 'more rank')} {'is' if others == 1 else 'are'} late")
     elif analysis.blame.source != "none" and not analysis.others:
-        known = all(math.isfinite(row.clock_error_ms) for row in analysis.blame.ranks)
-        clauses.append("there is no straggler" if known else "clocks were not compared, so stragglers are unknown")
+        clauses.append("stragglers are unknown" if analysis.blame.unknown else "there is no straggler")
     clauses += [wording.earlier_straggler(other) for other in analysis.others[-1:]]
     least_ms = _MUCH_PAUSED * budget.step_ms.value if budget is not None else 0.0
     pauses = [each for each in analysis.findings if each.kind == "pause" and (each.cost_ms or 0.0) >= least_ms]

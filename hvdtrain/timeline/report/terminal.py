@@ -104,7 +104,10 @@ def _blame(blame: Blame) -> Iterator[str]:
         return
     source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
     found = blame.late_groups()
-    late = listed((wording.straggler(blame, group[0], on=False) for group in found), 8) or f"none ({blame.reason})"
+    late = (
+        listed((wording.straggler(blame, group[0], on=False) for group in found), 8)
+        or f"{'unknown' if blame.unknown else 'none'} ({blame.reason})"
+    )
     yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)
@@ -187,7 +190,7 @@ def _summary_budget(budget: Budget, most: int) -> Iterator[str]:
 
 def _summary_late(blame: Blame) -> list[str]:
     if not blame.late:
-        return _wrapped_head(f"straggler: {'none' if blame.source != 'none' else 'unknown'}", blame.reason)
+        return _wrapped_head(f"straggler: {'unknown' if blame.unknown else 'none'}", blame.reason)
     name, cost, ranks = wording.worst_straggler(blame)
     more = len(blame.late) - len(ranks)
     cause = next((cause.text for cause in blame.causes.get(ranks[0], ())), "")

@@ -118,7 +118,6 @@ def _rounds(ranks: Ranks) -> tuple[int, int]:
 
 
 def _allreduce(ranks: Ranks, nbytes: float) -> dict[str, _Cost]:
-    """Return the cost by algorithm."""
     n, hosts, local = ranks.size, ranks.hosts, ranks.per_host
     ring = 2 * (n - 1) / n * nbytes
     leaves = 2 * (hosts - 1) / hosts * nbytes if hosts > 1 else ring

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hvdtrain.comm.dimensions import Dimensions
 from hvdtrain.compression.table import parse
@@ -23,6 +23,7 @@ from hvdtrain.observe.past_journal import journal_lines, read_journal_starts
 from hvdtrain.plan.gradients import Gradient
 from hvdtrain.plan.plan import ENGINES, Plan, Ranks
 from hvdtrain.run_layout import RunLayout
+from hvdtrain.timeline.analysis.rank_steps import STALL
 from hvdtrain.timeline.analysis.shares import last_shares
 from hvdtrain.timeline.steps import Start, read_starts
 from hvdtrain.timeline.whatif.evidence import Evidence, Jitter, Job, median_parts, read_parts
@@ -85,6 +86,9 @@ def read_evidence(
             )
         gradients, tail_s, copy_s = _read_gradients(profile)
         compute_s, late_s, late_by_data_s = _times_of_ranks(start, steps)
+        # The median of steps does not see that data come late in some of them only.
+        rare_s = _beyond_median([[step["data"] for step in steps]], usual_s := median(step["step"] for step in steps))
+        rare_of_ranks_s = max(rare_s, 0.0 if start is None else _beyond_median(_data_s(start, steps), usual_s))
         evidence = Evidence(
             path=path,
             job=job,
@@ -94,16 +98,16 @@ def read_evidence(
             on_cpu=profile["device"] == "cpu",
             gradients=gradients,
             tail_s=tail_s,
-            step_s=median(step["step"] for step in steps),
-            parts_s=median_parts(steps),
+            step_s=usual_s + rare_of_ranks_s,
+            parts_s=(parts_s := median_parts(steps)) | {"data": parts_s["data"] + rare_s},
             step_uncertainty_s=_uncertainty_s([step["step"] for step in steps]),
             jitter=Jitter.from_times(compute_s),
             # Others pack between the marks of two gradients.
             copy_s_per_byte=(copy_s if engine == "horovod" and not dimensions.divides_model else None)
             or _copied(profile),
             notes=list(_notes(profile)),
-            late_s=late_s,
-            late_by_data_s=late_by_data_s,
+            late_s=late_s + rare_of_ranks_s - rare_s,
+            late_by_data_s=late_by_data_s + rare_of_ranks_s - rare_s,
         )
         cpu_us = profile.get("exchange_cpu_us") if engine == "horovod" else None  # of Horovod's threads
         cpu_s = None if cpu_us is None else cpu_us * 1e-6
@@ -186,11 +190,23 @@ def _times_of_ranks(
     known = np.isin(start.steps.step, [step["number"] for step in steps])
     ready_us = start.steps.ready_us[:, known]
     everyone = (ready_us - start.steps.start_us[:, known]) * 1e-6
-    computed_us = ready_us - np.nan_to_num(start.steps.parts_us["data"][:, known])
+    computed_us = ready_us - 1e6 * _data_s(start, steps)
     late_s, otherwise_s = (
         float(np.median(us.max(axis=0) - us[0])) * 1e-6 if us.size else 0.0 for us in (ready_us, computed_us)
     )
     return everyone if everyone.shape[1] >= _MIN_STEPS else alone, late_s, late_s - otherwise_s
+
+
+def _data_s(start: Start, steps: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
+    """Return how long each rank waited for data in the stamped ones of the steps [ranks, steps]."""
+    known = np.isin(start.steps.step, [step["number"] for step in steps])
+    return np.asarray(np.nan_to_num(start.steps.parts_us["data"][:, known]) * 1e-6)
+
+
+def _beyond_median(times_s: ArrayLike, usual_s: float) -> float:
+    """Return by how much the mean over steps of the largest time of a rank exceeds the median, without stalls."""
+    times = np.minimum(np.asarray(times_s).max(axis=0), STALL * usual_s)
+    return max(0.0, float(times.mean() - np.median(times))) if times.size else 0.0
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:

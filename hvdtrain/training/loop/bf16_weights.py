@@ -76,7 +76,6 @@ class Bf16Weights:
 
 
 def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that are copied."""
     if isinstance(module, _NormBase):
         return {}
     return {name: p for name, p in module._parameters.items() if p is not None and p.dtype == torch.float32}

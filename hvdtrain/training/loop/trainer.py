@@ -247,7 +247,6 @@ class Trainer:
             group["lr"] = base * lr_factor
 
     def _record_step(self, result: StepResult, timed: TimedStep) -> None:
-        """Count a step, and record it."""
         progress = self._state.progress
         progress.step += 1
         progress.position = timed.end_position

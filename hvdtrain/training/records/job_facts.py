@@ -100,7 +100,6 @@ def versions() -> dict[str, str]:
 
 
 def _first(ranks: list[dict[str, Any]], kind: str, place: str) -> int:
-    """Return the first rank at a place."""
     return next(number for number, rank in enumerate(ranks) if rank["places"][kind] == place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from hvdtrain.observe.past_journal import JournalStart
 from hvdtrain.spans import EXCHANGE
 from hvdtrain.task.base import load_task_function
 from hvdtrain.timeline.analysis.analyse import analyse
-from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding
+from hvdtrain.timeline.analysis.analysis import Analysis, Cause, Finding, figures
 from hvdtrain.timeline.analysis.inputs import Facts
 from hvdtrain.timeline.columns import BucketFacts, JournalSteps, RankSpans, RunTrace
 from hvdtrain.timeline.report.form import to_bytes
@@ -595,4 +596,78 @@ def test_a_single_stalled_step_is_reported() -> None:
     start.steps.extend(range(1, 201))
     start.seconds.extend(5.0 if step == 30 else 0.1 for step in range(1, 201))
     text = _one(_analysed(run={"start": start, "starts": [start]}), "pause").text
-    assert text == "1 step stalled, in step 30, 4.90 s in total; no stamps show why"
+    assert text == "1 step stalled, in step 30, 4.90 s in total; on all ranks at once"
+
+
+def _stalled(analysed_ms: Floats, ready: bool) -> str:
+    """The finding of a run in which every 40th step stalls for all: in the exchange, or before a rank is ready."""
+    table = table_of(_work() + analysed_ms * ready)
+    late = np.cumsum(analysed_ms[0]) * 1e3 * (not ready)
+    moved = {name: getattr(table, name) + late for name in ("released_us", "end_us")}
+    moved |= {
+        name: getattr(table, name) + late - analysed_ms[0] * 1e3 * (not ready) for name in ("start_us", "ready_us")
+    }
+    table = replace(table, **moved)
+    start = JournalStart({}, 1, SHAPE[1])
+    start.steps.extend(table.step.tolist())
+    start.seconds.extend((np.diff(table.released_us[0], prepend=table.start_us[0, 0]) / 1e6).tolist())
+    found = analyse(run_of(table, start=start, starts=[start]))
+    return _one(found, "pause").text.rpartition("; ")[2]
+
+
+def test_stamps_show_where_steps_stalled() -> None:
+    stalls = np.zeros(SHAPE)
+    stalls[:, 29::40] = 500.0
+    assert _stalled(stalls, ready=False) == "after the last rank was ready"
+    assert _stalled(stalls, ready=True) == "on all ranks at once"
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"), [(1, "waited for rank 1 on host0 then"), (None, "what else ran on this host")]
+)
+def test_a_stretch_with_longer_waits_is_not_the_networks_where_a_rank_or_one_host_is(
+    rank: int | None, words: str
+) -> None:
+    slow, ms = np.zeros(SHAPE), np.full(SHAPE[1], 25.0)
+    slow[1] = 10.0
+    ms[80:120] += 50.0
+    slow[1, 80:120] += 50.0 * (rank is not None)
+    table = table_of(_work() + slow)
+    if rank is None:
+        late_us = np.cumsum(np.where((table.step > 80) & (table.step <= 120), 5e4, 0.0))
+        moved = {name: getattr(table, name) + late_us for name in ("released_us", "end_us")}
+        before = np.concatenate([[0.0], late_us[:-1]])
+        table = replace(table, **moved, **{name: getattr(table, name) + before for name in ("start_us", "ready_us")})
+    journal = JournalSteps(table.step.astype(np.int64), ms, {"wait": ms - 20.0}, np.full(SHAPE[1], np.nan))
+    found = analyse(run_of(table, journal=journal))
+    (change,) = _of(found, "change")
+    assert words in change.advice
+
+
+@pytest.mark.parametrize(("part", "words"), [("data", "--loader.workers 1"), ("gc", "gc.freeze"), ("forward", "cores")])
+def test_jitter_has_the_cause_of_the_last_ranks(part: str, words: str) -> None:
+    """In every fifth step one rank in turn waits for data, for example."""
+    more = np.zeros(SHAPE)
+    for number, step in enumerate(range(4, SHAPE[1], 5)):
+        more[number % SHAPE[0], step] = 30.0
+    found = _one(_analysed(**{part: more, **({"forward": more} if part == "gc" else {})}), "jitter")
+    assert ("mostly by" in found.text) == (part != "forward") and words in found.advice
+
+
+def test_a_broadcast_is_never_in_the_cache() -> None:
+    turns = []
+    for step in range(40):
+        for name in ("reducescatter.g/0", "broadcast.p/0"):
+            begin = 1e5 * step + 1e3 * len(name)
+            turns.append(
+                Turn(name, begin, {"NEGOTIATE_ALLREDUCE": 5.0, "REDUCESCATTER": 500.0}, 4000, {0: begin, 1: begin + 1})
+            )
+    assert "cache" not in _kinds(analyse(RunTrace(Path("t.json"), 2, horovod=[trace_of(turns)])))
+
+
+@pytest.mark.parametrize(("steps", "error_us", "known"), [(7, 0.0, False), (40, math.inf, False), (40, 1.0, True)])
+def test_a_straggler_that_cannot_be_known_is_no_figure(steps: int, error_us: float, known: bool) -> None:
+    table = table_of(_work()[:, :steps] + _each(5.0, rank=1)[:, :steps] * (not known), error_us=error_us)
+    found = analyse(run_of(table))
+    assert ("straggler_ms" in figures(found)) == known
+    assert f"): {'none' if known else 'unknown'} (" in to_text(found)

@@ -134,3 +134,20 @@ def test_energy_of_steps_that_were_repeated_is_lost(tmp_path: Path) -> None:
     assert found.energy == pytest.approx((40 + 60 / 5 + 100) / 200)
     assert "80% of the device-hours, 76% of the energy of steps; " in wording.goodput(found)
     assert _found(FakeRun(tmp_path / "b").start([1.0] * 10, step_s=STEP_S)).energy is None
+
+
+def test_a_report_after_the_end_is_not_part_of_the_run(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "a")
+    _start(run)
+    _steps(run, 1, 20)
+    run.write({"event": "finished", "time": run.now_s})
+    before = _found(run).hours
+    run.now_s += 500.0
+    run.write({"event": "energy", "at_step": 20, "joules": {}, "time": run.now_s})
+    run.write({"event": "explained", "at_step": 20, "figures": {}, "time": run.now_s})
+    assert _found(run).hours == before
+    _start(run)
+    _steps(run, 21, 40)
+    run.now_s += 50.0
+    run.write({"event": "warning", "text": "x", "time": run.now_s})
+    assert sum(_found(run).hours.values()) == pytest.approx(sum(before.values()) + _hours(20 * STEP_S + 50))

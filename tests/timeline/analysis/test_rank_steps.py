@@ -72,6 +72,16 @@ def test_the_first_turn_of_ticks_is_no_round() -> None:
     assert from_ticks([trace_of([Turn("x", 10.0 * i, {"ALLREDUCE": 1.0}) for i in range(9)])]) is None, "no ticks"
 
 
+def test_ticks_of_broadcasts_and_of_each_pass_are_no_steps() -> None:
+    """A checkpoint in every second step broadcasts; a divided gradient is summed in each of four passes."""
+    steps = [replace(_turn(step, 10.0), ticks={} if step > 5 else _turn(step, 10.0).ticks) for step in range(40)]
+    saves = [replace(_turn(step, 3e3), tensor="broadcast.checkpoint/folder") for step in range(0, 40, 2)]
+    passes = [replace(_turn(step, 3e3, first_us=2.5e4 * i), tensor="sum") for step in range(40) for i in range(4)]
+    turns = sorted([*steps, *saves, *passes], key=lambda turn: turn.start_us)
+    found = from_ticks([trace_of(turns)])
+    assert found is not None and found.work_ms.shape == (2, 4)
+
+
 def test_ticks_are_read_until_a_turn_in_which_a_rank_is_missing() -> None:
     """After it two ticks may be one rank's, so the order of readiness is unknown."""
     turns = [_turn(step, 10.0) for step in range(20)]

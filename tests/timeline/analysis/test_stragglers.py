@@ -269,6 +269,27 @@ def test_unequal_passes_follow_from_the_options(config: dict[str, object], ranks
     assert passes_by_rank(config, ranks) == passes
 
 
+@pytest.mark.parametrize(
+    ("passes", "slow", "more_ms", "late", "cost"),
+    [
+        ([2, 1, 1, 1, 1, 1, 1, 1], 0, 20.0, [0], 20.0),  # it alone has two
+        ([2, 1, 1, 1, 1, 1, 1, 1], 1, 10.0, [], 0.0),  # nobody waits for it
+        ([2, 2, 2, 2, 2, 2, 2, 1], 7, 30.0, [7], 10.0),  # with one pass it is later than those with two
+    ],
+)
+def test_a_slow_rank_is_no_effect_of_its_number_of_passes(
+    passes: list[int], slow: int, more_ms: float, late: list[int], cost: float
+) -> None:
+    own = np.array(passes)
+    work = 20.0 * own[:, None] + noise(np.random.default_rng(0), (len(passes), 200), "gaussian", 0.2)
+    work[slow] += more_ms
+    rounds, division = without_passes(_rounds(work), passes)
+    found = find_stragglers(rounds)
+    assert found.late == late and found.jitter_ms.value < 1.0
+    assert sum(found.cost_ms[rank].value for rank in late) == pytest.approx(cost, abs=1.0)
+    assert division.cost_ms == pytest.approx(20.0 * float(np.mean(2 - own)), abs=1.0)
+
+
 @pytest.mark.parametrize("late", [None, 1, 3])
 @pytest.mark.parametrize("passes", [[2, 2, 1, 1], [2, 2, 2, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]])
 def test_more_passes_make_no_straggler_and_hide_none_that_others_wait_for(passes: list[int], late: int | None) -> None:

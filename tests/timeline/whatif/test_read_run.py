@@ -12,6 +12,8 @@ import pytest
 from hvdtrain.errors import DataError
 from hvdtrain.plan.gradients import finished
 from hvdtrain.plan.plan import Ranks
+from hvdtrain.timeline.whatif.evidence import Change
+from hvdtrain.timeline.whatif.predict import predict
 from hvdtrain.timeline.whatif.read_run import read_evidence
 from tests.support.whatif_run import GBIT, MIB, PARTS, SHAPES, run_folder
 
@@ -151,3 +153,19 @@ def test_what_is_missing_or_damaged_is_named(
         (path / name).unlink() if content is None else (path / name).write_text(content)
     with pytest.raises(DataError, match=what):
         read_evidence(path)
+
+
+def test_data_that_come_late_in_some_steps_only_count_by_their_mean(tmp_path: Path) -> None:
+    """The medians of steps and of waits do not see them."""
+    path = run_folder(tmp_path / "run", steps=43)
+    head, *steps = (path / "journal.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in steps]
+    for record in records[3::4]:
+        record["step_s"] += 0.2
+        record["data_s"] += 0.2
+    (path / "journal.jsonl").write_text("\n".join([head, *map(json.dumps, records)]) + "\n")
+    evidence, usual_s = read_evidence(path), sum(PARTS.values()) / 1e3
+    assert evidence.step_s == pytest.approx(usual_s + 0.05)
+    assert sum(evidence.parts_s.values()) == pytest.approx(evidence.step_s)
+    found = predict(evidence, Change(data_ms=0.0))
+    assert found.now.step_s - found.then.step_s == pytest.approx(evidence.parts_s["data"], rel=0.01)
