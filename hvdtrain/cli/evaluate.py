@@ -27,7 +27,6 @@ examples:
   hvdtrain evaluate runs/NAME
   hvdtrain evaluate runs/NAME/checkpoints/step-000100 --split train
   hvdtrain evaluate copies/step-000100 --config copies/config.yaml
-  hvdtrain evaluate runs/NAME --data.validation 'other/**/*.txt'
   hvdtrain evaluate llama/ --data.text 'other/**/*.txt'
   mpirun -np 4 python -m hvdtrain evaluate runs/NAME --per_sample losses.jsonl
 

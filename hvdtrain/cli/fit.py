@@ -27,7 +27,6 @@ what a rank sends in a step; experts count as having equally many tokens.
 
 examples:
   hvdtrain fit --ranks 1,8,64 --gib 80 --config run.yaml --parallel.device cuda
-  hvdtrain fit --model.config big.json --gib 80 --largest
   hvdtrain fit --shards parameters --ranks 8 --precision bf16-weights
   hvdtrain fit --ranks 64 --gib 80 --config run.yaml --meshes ep8,tp2xep2,cp4
 

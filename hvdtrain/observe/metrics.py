@@ -112,10 +112,7 @@ class RunMetrics:
             values[()] = metric.factor * value
 
     def _take_ranks(self, record: Mapping[str, Any]) -> None:
-        """Take the means over a block of steps. Counters grow by them in each step until the next block.
-
-        Before the first block of a round nothing is known: it stands for the steps up to its end, too.
-        """
+        """Take the means over a block: counters grow by them in each later step, and at once of a first one."""
         ranks: list[_Labels] = [(str(rank), host) for rank, host in enumerate(record["hosts"])]
         is_first = record["hosts"] != self._hosts  # of a round
         self._hosts = record["hosts"]

@@ -111,11 +111,6 @@ class JournalStart:
     first_times: list[float] = field(default_factory=list)  # of the first `FIRST_TIMES` lines, since 1970; 0 if unknown
     last_step_time: float = 0.0  # of the last of these lines
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether one of `ENDINGS` is among its events."""
-        return any(event["event"] in ENDINGS for event in self.events[-len(AFTER_END) :])
-
     def events_named(self, name: str) -> list[dict[str, Any]]:
         """Return the events of a name."""
         return [event for event in self.events if event["event"] == name]
@@ -168,7 +163,7 @@ class JournalReader:
         if line.event == "started" or not self._starts:
             self._starts.append(JournalStart(event if line.event == "started" else {}))
         start = self._starts[-1]
-        if line.event not in AFTER_END or not start.has_ended:
+        if line.event not in AFTER_END or not any(each["event"] in ENDINGS for each in start.events[-len(AFTER_END) :]):
             start.last_time = _number(line.time)
         if is_step:
             start.first_step = line.step if start.first_step is None else start.first_step

@@ -13,10 +13,8 @@ examples:
   hvdtrain timeline report runs/NAME
   hvdtrain timeline report timeline.json             of any Horovod program
   hvdtrain timeline report part-1.json part-2.json   segments of one job
-  hvdtrain timeline report runs/NAME --json > report.json
   hvdtrain timeline report runs/NAME --html report.html
-  hvdtrain timeline report runs/NAME --log job.out
-                             with lines of NCCL and Horovod in the job's output
+  hvdtrain timeline report runs/NAME --log job.out   with its lines of NCCL
   hvdtrain timeline report runs/NAME \\
       --fail_if 'straggler_ms > 5 and exposed_share > 0.2'
 

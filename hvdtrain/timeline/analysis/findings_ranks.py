@@ -16,7 +16,7 @@ from hvdtrain.timeline.analysis.analysis import Estimate, Finding, RankRow, Spel
 from hvdtrain.timeline.analysis.inputs import LEAST_MS, LEAST_SHARE, Facts
 from hvdtrain.timeline.analysis.shares import last_shares, workers_of
 from hvdtrain.timeline.analysis.straggler_causes import dominant
-from hvdtrain.timeline.analysis.stragglers import Division, Pause
+from hvdtrain.timeline.analysis.stragglers import Division, Pause, mended
 from hvdtrain.timeline.columns import StepTable
 
 _MANY_PAUSES = 3
@@ -240,10 +240,7 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
 
 
 def grown_waits(table: StepTable | None, steps: Sequence[int]) -> tuple[float, float, str] | None:
-    """Return by how much longer, in ms, ranks wait in `steps` for the last one, and for the exchange after it.
-
-    And which rank is the last. Medians are compared; None if these steps, or all others, have no stamps.
-    """
+    """Return by how many ms ranks wait longer in `steps` for the last one and for the exchange; and who is last."""
     here = np.isin(table.step, steps) if table is not None else np.zeros(0, bool)
     if table is None or len(table.hosts) < 2 or here.all() or not here.any():
         return None
@@ -280,7 +277,8 @@ def _jitter(facts: Facts) -> Iterator[Finding]:
     cost = stragglers.jitter_ms
     if cost.low <= max(LEAST_SHARE * stragglers.rounds.step_ms, LEAST_MS):
         return
-    work, table = stragglers.ready_ms, facts.run.steps
+    rounds, table = stragglers.rounds, facts.run.steps
+    work = mended(rounds.work_ms, stragglers.late) - rounds.fewer_ms
     beyond = work.max(axis=0) - np.median(work, axis=0)
     last = np.argmax(work, axis=0)
     waited = np.bincount(last, weights=beyond, minlength=len(work))  # for each rank
@@ -295,9 +293,9 @@ def _jitter(facts: Facts) -> Iterator[Finding]:
     if facts.cores_explain(cost.value):
         advice = f"ranks wait for CPU cores: {facts.for_cores()}"
     for part in ("data", "gc", "forward", "backward"):
-        if table is None or part not in table.parts_us or stragglers.rounds.source != "stamps":
+        if table is None or part not in table.parts_us or rounds.source != "stamps":
             continue
-        times = stragglers.rounds.mean_of(np.nan_to_num(table.parts_us[part])) / 1e3
+        times = rounds.mean_of(np.nan_to_num(table.parts_us[part])) / 1e3
         more = np.minimum((times - np.median(times, axis=0))[last, np.arange(len(last))], beyond)
         cure = _cure(facts, part) or (share >= _MOSTLY and f"see what slows {part} there: hvdtrain doctor on its host")
         if 2 * more.sum() > beyond.sum() and cure:

@@ -246,7 +246,7 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     often = counts[(counts >= _LEAST_TURNS) & (counts <= (count_steps(trace) or counts.max(initial=0)) + 1)]
     if not len(often):
         return None
-    usual = int(np.bincount(often).argmax())
+    usual = len(times := np.bincount(often)) - 1 - int(times[::-1].argmax())  # of equally frequent ones, the largest
     same = [each for each, count in zip(by_tensor, counts, strict=True) if count == usual]
     ready = np.max(np.stack(same), axis=0)[:, 1:]  # the first round includes work before training
     end = ready.max(axis=0)

@@ -87,13 +87,6 @@ class Stragglers:
     fast: Sequence[int] = ()  # a minority that is earlier than the others, which are no stragglers for that
     ahead_ms: Estimate = _NONE  # of the median of these, before that of the others
 
-    @property
-    def ready_ms(self) -> Floats:
-        """When each rank is ready, with stragglers as the others are [ranks, rounds]."""
-        work, late = self.rounds.work_ms.copy(), list(self.late)
-        work[late] = like_the_others(work, late)[late]
-        return np.asarray(work - self.rounds.fewer_ms)
-
     def late_in(self, rank: int) -> Stragglers:
         """Return what was found in the segments in which a rank is a straggler; the whole, if that is all of them."""
         own = [segment for segment in self.segments if self._is_late(segment, rank)]
@@ -208,9 +201,8 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
     shown = _shown_alone(rounds, found, np.add(doubt, matters).tolist())
     cost = [shown.get(rank, each) for rank, each in enumerate(cost)]
     found = sorted([*found, *shown], key=lambda rank: -cost[rank].value)
-    mended = work.copy()
-    mended[found] = like_the_others(work, found)[found]
-    jitter = mean_of((mended - rounds.fewer_ms).max(axis=0) - np.median(mended, axis=0), rounds.weight)
+    usual = mended(work, found)
+    jitter = mean_of((usual - rounds.fewer_ms).max(axis=0) - np.median(usual, axis=0), rounds.weight)
     last = np.bincount(np.argmax(work - rounds.fewer_ms, axis=0), rounds.weight, ranks) / rounds.weight.sum()
     reason = "" if found else _why_none(count, [*cost, *_doubted(whole, doubt)], matters, pauses)
     ahead = _NONE
@@ -218,6 +210,13 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
         each = np.median(np.delete(work, fast, axis=0), axis=0) - np.median(work[fast], axis=0)
         (ahead,) = _doubted([mean_of(each, rounds.weight)], [max(doubt[rank] for rank in fast)])
     return Stragglers(rounds, cost, last, steady, found, jitter, pauses, reason, fast=sorted(fast), ahead_ms=ahead)
+
+
+def mended(work: Floats, late: Sequence[int]) -> Floats:
+    """Return the work of ranks as if those that are `late` were like the others [ranks, rounds]."""
+    found, rows = work.copy(), list(late)
+    found[rows] = like_the_others(work, rows)[rows]
+    return found
 
 
 def _together(

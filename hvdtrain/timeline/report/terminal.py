@@ -104,10 +104,8 @@ def _blame(blame: Blame) -> Iterator[str]:
         return
     source = "step stamps" if blame.source == "stamps" else "Horovod's ticks"
     found = blame.late_groups()
-    late = (
-        listed((wording.straggler(blame, group[0], on=False) for group in found), 8)
-        or f"{'unknown' if blame.unknown else 'none'} ({blame.reason})"
-    )
+    none = f"{'unknown' if blame.unknown else 'none'} ({blame.reason})"
+    late = listed((wording.straggler(blame, group[0], on=False) for group in found), 8) or none
     yield shorten(f"stragglers ({source} of {wording.counted(blame.steps, 'step')}): {late}", 120)
     for row in blame.ranks[:_MOST_RANKS] if blame.late else ():
         name = shorten(f"rank {row.rank}{' on ' + row.host if row.host else ''}", 24)

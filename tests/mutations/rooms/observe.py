@@ -37,4 +37,13 @@ MUTATIONS: Table = {
             "self._gather(step - BLOCK, BLOCK, self._facts)",
         ),
     },
+    ("observe/past_journal.py", "tests/timeline/analysis/test_goodput.py"): {
+        "writing the report counts as training": (
+            'if line.event not in AFTER_END or not any(each["event"] in ENDINGS',
+            'if line.event not in AFTER_END or not any(each["event"] in ()',
+        ),
+    },
+    ("observe/metrics.py", "tests/observe/test_metrics.py"): {
+        "counters of ranks jump at each block": ("n + self._since * means.get(key, 0.0)", "n"),
+    },
 }

@@ -28,6 +28,11 @@ MUTATIONS: Table = {
         ),
     },
     ("timeline/whatif/read_run.py", "tests/timeline/whatif/test_read_run.py"): {
+        "data that are late in some steps only cost nothing": ("step_s=usual_s + rare_of_ranks_s,", "step_s=usual_s,"),
+        "instant data keep what is late in some steps only": (
+            '| {"data": parts_s["data"] + rare_s}',
+            '| {"data": parts_s["data"]}',
+        ),
         "steps before shares by speed count for a prediction": (
             '("started", "compression_chosen", "shares")',
             '("started", "compression_chosen")',
@@ -60,6 +65,10 @@ MUTATIONS: Table = {
         ),
     },
     ("timeline/analysis/stragglers.py", "tests/timeline/analysis/test_stragglers.py"): {
+        "a rank with fewer passes, for which nobody waits, makes jitter": (
+            "mean_of((usual - rounds.fewer_ms).max(axis=0)",
+            "mean_of(usual.max(axis=0)",
+        ),
         "a rank is named whose cost may be noise": (
             "kept = [rank for rank in found if cost[rank].low > matters[rank]]",
             "kept = [rank for rank in found if cost[rank].value > matters[rank]]",
@@ -86,6 +95,11 @@ MUTATIONS: Table = {
         "another job is promised the step of the measured one": ("found.then.step_s / found.now.step_s", "1.0"),
     },
     ("timeline/analysis/shares.py", "tests/timeline/analysis/test_stragglers.py"): {
+        "a slow rank with most passes is an effect of their number": (
+            "or rate[most] > _SLOWER * min(rate.values()):",
+            "or False:",
+        ),
+        "one with fewest is, too": ("    if fewer_as_long or rate", "    if rate"),
         "a rank with fewer micro-batches costs what nobody waits for": (
             "work_ms=rounds.work_ms + fewer, fewer_ms=fewer",
             "work_ms=rounds.work_ms + fewer",
@@ -137,5 +151,32 @@ MUTATIONS: Table = {
             'waited_s = evidence.parts_s["wait"]',
         ),
         "time for coding is taken for a slow link": ("shows_links = exact and exchanges", "shows_links = exchanges"),
+    },
+    ("timeline/analysis/findings_ranks.py", "tests/timeline/analysis/test_findings.py"): {
+        "a stall in the exchange is one of all ranks": ("if 2 * exposed_ms * len(stalls) > stalled_ms:", "if False:"),
+        "jitter by data has the advice of jitter by cores": ("if 2 * more.sum() > beyond.sum() and cure:", "if False:"),
+        "every step is named as a period": (
+            "if period > 1 and np.all(np.abs(gaps",
+            "if np.all(np.abs(gaps",
+        ),
+    },
+    ("timeline/analysis/findings.py", "tests/timeline/analysis/test_findings.py"): {
+        "the network is blamed for a late rank": (
+            "is not None and grown[0] > grown[1]:",
+            "is not None and False:",
+        ),
+        "the network is blamed on a single host": (
+            "elif table is not None and len(set(table.hosts)) == 1:",
+            "elif False:",
+        ),
+        "what is never cached shows that the cache is too small": ("cached & (turns >", "(turns > 0) & (turns >"),
+    },
+    ("timeline/analysis/analyse.py", "tests/timeline/analysis/test_findings.py"): {
+        "a few steps show that there is no straggler": ("len(rounds.step) >= LEAST_ROUNDS and", "True and"),
+        "clocks that were never compared do": ("and np.isfinite(rounds.clock_error_ms).all())", "and True)"),
+    },
+    ("timeline/analysis/rank_steps.py", "tests/timeline/analysis/test_rank_steps.py"): {
+        "a checkpoint's broadcasts are steps": ('if not trace.tensors[t].startswith("broadcast.")]', "]"),
+        "each pass is a step": ("& (counts <= (count_steps(trace) or counts.max(initial=0)) + 1)]", "]"),
     },
 }

@@ -74,12 +74,15 @@ def test_the_first_turn_of_ticks_is_no_round() -> None:
 
 def test_ticks_of_broadcasts_and_of_each_pass_are_no_steps() -> None:
     """A checkpoint in every second step broadcasts; a divided gradient is summed in each of four passes."""
-    steps = [replace(_turn(step, 10.0), ticks={} if step > 5 else _turn(step, 10.0).ticks) for step in range(40)]
-    saves = [replace(_turn(step, 3e3), tensor="broadcast.checkpoint/folder") for step in range(0, 40, 2)]
-    passes = [replace(_turn(step, 3e3, first_us=2.5e4 * i), tensor="sum") for step in range(40) for i in range(4)]
-    turns = sorted([*steps, *saves, *passes], key=lambda turn: turn.start_us)
-    found = from_ticks([trace_of(turns)])
-    assert found is not None and found.work_ms.shape == (2, 4)
+    turns = [replace(_turn(step, 3e3), tensor=f"broadcast.{i}") for step in range(0, 40, 2) for i in range(2)]
+    turns += [
+        replace(_turn(step, 3e3, first_us=1.2e4 * i), tensor=f"sum.{i % 2}") for step in range(40) for i in range(8)
+    ]
+    for tensor in range(20):  # of which the first steps have ticks
+        each = [replace(_turn(step, 10.0), tensor=f"allreduce.{tensor}") for step in range(40)]
+        turns += [replace(turn, ticks={}) if step >= 4 + tensor else turn for step, turn in enumerate(each)]
+    found = from_ticks([trace_of(sorted(turns, key=lambda turn: turn.start_us))])
+    assert found is not None and found.work_ms.shape == (2, 21)
 
 
 def test_ticks_are_read_until_a_turn_in_which_a_rank_is_missing() -> None:
