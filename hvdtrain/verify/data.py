@@ -122,7 +122,7 @@ def _check(window: Window, report: DataReport) -> Iterator[Wrong]:
 def _missing_ranks(window: Window) -> list[str]:
     start = window.start
     return [
-        f"start {start.header.start}: nothing of rank(s) {', '.join(map(str, start.missing))} of {start.header.size};"
+        f"start {start.header.start}: no lines of rank(s) {', '.join(map(str, start.missing))} of {start.header.size};"
         " if the hosts share no file system, copy the ledger/ of each host into that of the run"
     ] * bool(start.missing)
 

@@ -214,8 +214,8 @@ def _judged(rounds: Rounds, pauses: Sequence[Pause], grain_ms: Sequence[float]) 
 
 def mended(work: Floats, late: Sequence[int]) -> Floats:
     """Return the work of ranks as if those that are `late` were like the others [ranks, rounds]."""
-    found, rows = work.copy(), list(late)
-    found[rows] = like_the_others(work, rows)[rows]
+    found: Floats = work.copy()
+    found[list(late)] = like_the_others(work, late)[list(late)]
     return found
 
 
