@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     source = find_model(str(options.run), "RUN")
     if not source.is_checkpoint:
         what = f"{options.run} is not a run or checkpoint of hvdtrain"
-        raise ConfigError(what, expected="a run folder, RUN@best, RUN@100 for step 100, or a checkpoint")
+        raise ConfigError(what, expected="a run folder, RUN@latest, RUN@best, RUN@100 for step 100, or a checkpoint")
     export(source, options.out, options.format)
     print(f"{options.out} has the model of {source.folder}")
     return 0

@@ -34,12 +34,18 @@ class Finding:
         return {"mend" if name == "fix" else name: value for name, value in vars(self).items()}
 
 
+def known(what: str) -> list[Mapping[str, Any]]:
+    """Return rows of causes.yaml."""
+    from hvdtrain.yaml_file import read_yaml  # PyYAML may be what is missing
+
+    rows: list[Mapping[str, Any]] = read_yaml(Path(__file__).with_name("causes.yaml"))[what]
+    return rows
+
+
 def known_cause(program: str, message: str) -> tuple[str, str]:
     """Return the cause of a message of a program in causes.yaml, and the fix; empty texts if it is not known."""
-    from hvdtrain.yaml_file import read_yaml  # only after an error
-
-    known = read_yaml(Path(__file__).with_name("causes.yaml"))[program]
-    return next(((each["cause"], each["fix"]) for each in known if re.search(each["pattern"], message)), ("", ""))
+    rows = (each for each in known(program) if re.search(each["pattern"], message))
+    return next(((each["cause"], each["fix"]) for each in rows), ("", ""))
 
 
 def worst(findings: Iterable[Finding]) -> int:

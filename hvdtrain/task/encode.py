@@ -111,8 +111,8 @@ class ByteEncoder:
 class TokenizerEncoder:
     """A tokenizer.json of the tokenizers library, read on first use.
 
-    It encodes documents in pieces that end at line ends, so large documents need little memory, and several pieces at
-    once on all CPU cores, while the caller uses the pieces before. The only special token that it adds is the end of a
+    It encodes large documents in pieces that end at line ends, so they need little memory, and several pieces at once
+    on all CPU cores, while the caller uses the pieces before. The only special token that it adds is the end of a
     document, if the vocabulary has one.
 
     Errors: DataError: the file cannot be read, or is no tokenizer.
@@ -213,16 +213,14 @@ Encoder = ByteEncoder | TokenizerEncoder
 
 
 def _whole_lines(pieces: Iterable[bytes], name: str) -> Iterator[str]:
-    """Cut at line ends, which no UTF-8 sequence contains, and decode."""
+    """Join pieces, but cut at line ends, which no UTF-8 sequence contains, and decode. A single piece is not cut."""
     rest, done_bytes = b"", 0
     for piece in pieces:
-        head, newline, tail = piece.rpartition(b"\n")
+        head, newline, tail = rest.rpartition(b"\n")
         if newline:
-            yield _decode(rest + head + newline, done_bytes, name)
-            done_bytes += len(rest) + len(head) + 1
-            rest = tail
-        else:
-            rest += piece
+            yield _decode(head + newline, done_bytes, name)
+            done_bytes += len(head) + 1
+        rest = tail + piece if newline else rest + piece
     if rest:
         yield _decode(rest, done_bytes, name)
 

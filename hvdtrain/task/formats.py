@@ -128,7 +128,8 @@ def _csv(stream: BinaryIO, path: str, fields: Collection[str], begin: int) -> It
     names = next(reader, [])
     _check_names(names, path, fields)
     for number in count(1):
-        place = f"{path}, line {reader.line_num + 1}"
+        begun = reader.line_num
+        place = f"{path}, line {begun + 1}"
         wrong.clear()
         try:
             values = next(reader)
@@ -138,6 +139,9 @@ def _csv(stream: BinaryIO, path: str, fields: Collection[str], begin: int) -> It
         except StopIteration:
             return
         except csv.Error as error:
+            if "end of data" in str(error) and reader.line_num > begun + 1:  # it has taken many rows for one
+                what = "a quote that nothing closes until the end of the file"
+                raise DataError(f"{place} cannot be read", found=what, next_step="correct its quotes") from None
             values, broken = [""], f"not CSV: {error}"
         if values and number > begin:
             yield Row(None if broken else dict(zip(names, values, strict=True)), place, broken, number)

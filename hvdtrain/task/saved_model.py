@@ -151,13 +151,13 @@ def _checkpoint_of(run: Path, which: str, option: str) -> Path:
         store.best = Measure.parse(str(options.get("best", "loss")))
         if (best := store.find_best()) is not None:
             return best[0].path
-    found = [saved.path for saved in saves if str(saved.step) == which]
+    found = [saved.path for saved in saves if which in (str(saved.step), "latest")]
     if found:
         return found[-1]
     steps = ", ".join(str(saved.step) for saved in saves)
     raise ConfigError(
         f"there is no checkpoint {which!r} of {str(run)!r}",
-        expected="RUN@best in a run with held-out data, or RUN@100 for step 100",
+        expected="RUN@latest, RUN@best in a run with held-out data, or RUN@100 for step 100",
         found=f"checkpoints of steps {steps}" if saves else "no checkpoints",
         next_step=f"correct {option}",
     )

@@ -103,8 +103,9 @@ def files_matching(patterns: Sequence[str], option: str = "--data.text") -> list
         if is_url(pattern):
             matches = dict(_behind_url(pattern, option))
         else:  # Path.glob takes no absolute pattern
-            paths = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))  # noqa: PTH207
-            matches = dict(_described(path.resolve(), option) for path in paths if path.is_file())
+            plain = Path(pattern).expanduser()  # its name may have brackets
+            paths = [plain] if plain.is_file() else map(Path, glob.glob(str(plain), recursive=True))  # noqa: PTH207
+            matches = dict(_described(path.absolute(), option) for path in paths if path.is_file())
         if not matches:
             raise DataError(
                 f"no file matches {pattern!r}",

@@ -91,6 +91,17 @@ def test_rows_are_the_documents_of_plain_files(tmp_path: Path, ending: str, comp
     assert corpus.note == "3 files: 60 documents, by field 'text' (guessed, see --data.field)"
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "jsonl.gz"])
+def test_a_link_has_the_format_of_its_own_name(tmp_path: Path, ending: str) -> None:
+    """As in the cache of the Hugging Face Hub, where the linked file has a hash as its name."""
+    name, _, compression = ending.partition(".")
+    content = WRITERS[name](rows_of(TEXTS))
+    (tmp_path / "abc123").write_bytes(gzip.compress(content) if compression else content)
+    (tmp_path / f"a [v2].{ending}").symlink_to("abc123")
+    corpus = open_corpus(TextConfig(text=f"{tmp_path}/a [v2].{ending}", seq_len=16, heldout=0))
+    assert ids(corpus.train) == plain(TEXTS)
+
+
 def test_a_field_is_used_where_a_source_has_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(as_lines(rows_of(TEXTS)))
     (tmp_path / "b.txt").write_text("plain text " * 50)
@@ -161,7 +172,7 @@ ROWS = [{"text": "a" * 50}, {"text": None}, {"body": "x", "n": 1}, {"text": 3}, 
         ("a.csv", as_csv(ROWS[:1]) + b'"a\nb"\n1,2\n', "line 5", "2 fields, but 1 names", "1 broken"),
         ("a.csv", as_csv(ROWS[:1]) + b'"a"b\nc\n', "line 3", "not CSV: ", "1 broken"),
         ("a.csv", as_csv(ROWS[:1]) + b"\xff\nc\n", "line 3", "not UTF-8", "1 broken"),
-        ("a.csv", as_csv(ROWS[:1]) + b'c\n"a\nb', "line 4", "not CSV: unexpected end", "1 broken"),
+        ("a.csv", as_csv(ROWS[:1]) + b'c\n"ab', "line 4", "not CSV: unexpected end", "1 broken"),
         ("a.parquet", as_parquet(ROWS[:2]), "row 2", "null", "1 null"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -195,6 +206,12 @@ PARQUET = as_parquet(rows_of(TEXTS))
         ({"a.parquet": PARQUET, "b.parquet": as_parquet([{"body": "x"}])}, {}, DataError, "b.parquet, row 1.*body"),
         ({"a.csv": b"text,id,text\na,1,b\n"}, {}, DataError, "more than one field 'text'"),
         ({"a.csv": b"text\n" + b"a" * 200}, {"on_error": "skip"}, DataError, "line 2 cannot be read.*of more than 100"),
+        (
+            {"a.csv": b'text\n"a\nb\nc\n'},
+            {"on_error": "skip"},
+            DataError,
+            "line 2 cannot be read.*a quote that nothing closes",
+        ),
         ({"a.parquet": PARQUET[:-9]}, {}, DataError, "cannot read the file.*magic bytes"),
         ({"a.parquet": PARQUET[:-1] + b"E"}, {}, DataError, "cannot read the file.*encrypted.*not encrypted"),
         ({"a.jsonl.gz": gzip.compress(as_lines(ROWS[:1]))[:-9]}, {}, DataError, "cannot read the file.*EOFError"),

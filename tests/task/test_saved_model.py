@@ -65,7 +65,7 @@ def _in_rows(job: Recorded, folder: Path) -> Path:
 
 def test_a_run_names_its_checkpoints(job: Recorded) -> None:
     """The held-out loss of step 2 is worse than that of the newest."""
-    for name, step in ((f"{job.run}@2", 2), (f"{job.run}@best", 4), (f"{job.run}/checkpoints/best", 4), (job.run, 4)):
+    for name, step in ((f"{job.run}@2", 2), (f"{job.run}@best", 4), (f"{job.run}@latest", 4), (job.run, 4)):
         found = find_model(str(name))
         assert found.is_checkpoint and found.folder == _step(job, step), name
     for wrong in ("3", "worst", ""):

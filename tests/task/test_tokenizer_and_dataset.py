@@ -1,5 +1,6 @@
 """Text by a tokenizer.json, and folders of datasets."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_ids_say_the_text_however_it_is_read(tmp_path, text, monkeypatch, piece_
     assert made.decode(ids) == LINES
     assert len(ids) < len(LINES.encode()) / 2
     assert corpus.train.file.vocabulary == made.get_vocab_size() > max(ids)
+
+
+def test_a_document_has_the_ids_that_its_tokenizer_gives(tmp_path):
+    """Also where line ends are merged: a cut after one would change them."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(["pass\n\n\nhello\n\n there"] * 50, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    document = "hello\n\n\npass\n\nhello there"
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": document}) + "\n") * 3)
+    config = TextConfig(text=f"{tmp_path}/a.jsonl", tokenizer=str(tmp_path / "tokenizer.json"), seq_len=1, heldout=0)
+    assert all_ids(open_corpus(config)) == 3 * made.encode(document).ids
 
 
 @pytest.mark.parametrize("batch_characters", [1, 40, 1 << 23])

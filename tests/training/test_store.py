@@ -237,6 +237,17 @@ def test_a_run_on_the_store_is_not_mixed_with_another(tmp_path: Path) -> None:
     _train(tmp_path / "run", to, "--train.stop_at=20")
     with pytest.raises(RunDirectoryError, match="already has a run"):
         _train(tmp_path / "other", to, "--resume=never")
+    with pytest.raises(RunDirectoryError, match="has the checkpoints of another run") as caught:
+        _train(tmp_path / "other", to, NO_LEASE, "--optimizer.lr=0.5")
+    assert str(caught.value.found).startswith("optimizer.lr: ") and "--run_dir run" in str(caught.value.next_step)
+    shutil.rmtree(tmp_path / "run")
+    _train(tmp_path / "run", to, NO_LEASE, "--optimizer.lr=0.5", "--train.stop_at=40")  # it is continued otherwise
+    assert [event["step"] for event in read_events(tmp_path / "run", "resumed")] == [20]
+
+
+def test_the_run_folder_is_no_store_of_itself(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is the run folder itself"):
+        _train(tmp_path / "run", f"--checkpoint.to=file://{tmp_path}/run")
 
 
 FAR = {"nonce": "a", "boot": "of another host", "container": "", "pid": 1, "began": "1"}

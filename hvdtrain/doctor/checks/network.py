@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from hvdtrain.doctor.facts import DoctorFacts
-from hvdtrain.doctor.report import Finding, Level
+from hvdtrain.doctor.report import Finding, Level, known
 from hvdtrain.runtime.environment import GLOO_LAUNCHER
 
 _INTERFACE_VARIABLES: Mapping[str, Level] = {
@@ -132,60 +131,18 @@ def _missing(variable: str, value: str, existing: list[str]) -> list[str]:
     return [n for n in names if n.lstrip("=") not in existing and not any(one.startswith(n) for one in existing)]
 
 
-@dataclass(frozen=True)
-class _Leftover:
-    """A variable with harmful values: those in `harmful`, or without these all but `harmless`."""
-
-    name: str
-    why: str
-    harmful: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = _OFF
-    only_gpu: bool = False
-
-
-_LEFTOVERS = (
-    _Leftover(
-        "HOROVOD_TIMELINE",
-        "a thread of rank 0 is busy, each exchange waits for the GPU, and a long run writes a file of gigabytes",
-    ),
-    _Leftover("HOROVOD_LOG_LEVEL", "Horovod logs every tensor of every step", harmful=("trace", "debug")),
-    _Leftover(
-        "HOROVOD_FUSION_THRESHOLD",
-        "gradients are already in flat buckets: Horovod copies them twice more, and sums depend on timing",
-        harmless=("0",),
-    ),
-    _Leftover("HOROVOD_CACHE_CAPACITY", "all ranks negotiate every tensor again in every step", harmful=("0",)),
-    _Leftover("HOROVOD_AUTOTUNE", "its trials slow steps down, and its measurement is off by about 8%"),
-    _Leftover(
-        "HOROVOD_ENABLE_ASYNC_COMPLETION",
-        "hvdtrain refuses it on GPUs: gradients would be used before their exchange is complete",
-        only_gpu=True,
-    ),
-    _Leftover("THP_MEM_ALLOC_ENABLE", "exchanges of large tensors take 1.4 times as long as with huge pages", _OFF),
-    _Leftover("CUDA_LAUNCH_BLOCKING", "the CPU waits for each kernel: nothing overlaps", only_gpu=True),
-    _Leftover(
-        "NCCL_P2P_DISABLE", "GPUs of one host exchange data through host memory instead of their link", only_gpu=True
-    ),
-    _Leftover("NCCL_SHM_DISABLE", "GPUs of one host without a link exchange data over the network", only_gpu=True),
-    _Leftover("NCCL_IB_DISABLE", "hosts exchange data over TCP instead of InfiniBand or RoCE", only_gpu=True),
-    _Leftover(
-        "NCCL_NET_GDR_LEVEL", "network cards cannot access GPU memory directly", harmful=("0", "loc"), only_gpu=True
-    ),
-    _Leftover("NCCL_DEBUG", "NCCL logs every call", harmful=("trace",), only_gpu=True),
-)
-
-
 def leftovers(facts: DoctorFacts) -> Finding | None:
     """Warn of variables that slow training down or fill the disk."""
     gpus = bool(facts.installation.torch.values.get("gpus"))
-    rows = [row for row in _LEFTOVERS if row.name in facts.environ and (gpus or not row.only_gpu)]
-    words = {row: facts.environ[row.name].strip().lower() for row in rows}
-    bad = [row for row in rows if (words[row] in row.harmful if row.harmful else words[row] not in row.harmless)]
-    if not bad:
-        return None
-    text = ", ".join(f"{row.name}={facts.environ[row.name]}" for row in bad)
-    why = "; ".join(f"{row.name}: {row.why}" for row in bad)
-    return Finding("variables", "warning", text, why, "unset " + " ".join(row.name for row in bad))
+    bad = {}
+    for row in known("variables"):
+        word = facts.environ.get(row["name"], "").strip().lower()
+        is_bad = word in row["harmful"] if "harmful" in row else word not in row.get("harmless", _OFF)
+        if row["name"] in facts.environ and is_bad and (gpus or not row.get("only_gpu")):
+            bad[row["name"]] = row["why"]
+    text = ", ".join(f"{name}={facts.environ[name]}" for name in bad)
+    why = "; ".join(f"{name}: {reason}" for name, reason in bad.items())
+    return Finding("variables", "warning", text, why, f"unset {' '.join(bad)}") if bad else None
 
 
 def shared_memory_off(facts: DoctorFacts) -> Finding | None:

@@ -14,13 +14,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.config.parse import RunConfig
-from hvdtrain.errors import CheckpointError, RunDirectoryError, StoreError, UnusableRunDirectoryError
+from hvdtrain.config.parse import RunConfig, list_changes
+from hvdtrain.errors import (
+    CheckpointError,
+    ConfigError,
+    RunDirectoryError,
+    StoreError,
+    UnusableRunDirectoryError,
+    listed,
+)
 from hvdtrain.lease import Lease, describe_holder, holder_lives
 from hvdtrain.object_store import StoreFolder
 from hvdtrain.state.checkpoint_store import CheckpointStore, Measure, Saved
 from hvdtrain.state.stored_run import StoredRun
 from hvdtrain.training.start.run_directory import RunDirectory, unusable
+from hvdtrain.yaml_file import parse_yaml
 
 FOLDER = ".lease"
 
@@ -113,6 +121,9 @@ def claim_store(run: RunConfig, claim: RunDirectory) -> None:
     options = run.config.checkpoint
     if options.to is None:
         return
+    scheme, _, path = options.to.partition("://")
+    if scheme in ("file", "local") and Path(path).resolve() == claim.path.resolve():
+        raise ConfigError(f"{OPTION} is the run folder itself", expected="another folder", found=options.to)
     folder = StoreFolder(options.to, OPTION)
     claim.stored = StoredRun(folder, Measure.parse(options.best))
     if options.lease:
@@ -137,6 +148,8 @@ def fetch_run(run: RunConfig, claim: RunDirectory) -> None:
             f"{stored.url} already has a run, and --resume never would mix another run into it",
             next_step=f"give another {OPTION}, or --resume auto to resume the run",
         )
+    if there and not claim.layout.is_run:
+        _check_same(run, claim, stored)
     local = CheckpointStore(claim.layout.checkpoints, log.warning).list()
     newest = (local[-1].step, local[-1].again) if local else (0, -1)
     newer = [saved for saved in reversed(there) if (saved.step, saved.again) > newest]
@@ -149,6 +162,28 @@ def fetch_run(run: RunConfig, claim: RunDirectory) -> None:
             _download(stored, best, claim)
     except OSError as error:
         raise unusable(f"the run folder {claim.path}", error) from error
+
+
+def _check_same(run: RunConfig, claim: RunDirectory, stored: StoredRun) -> None:
+    """Check that the copies are of a run with this run folder's name, or with these options.
+
+    Errors: UnusableRunDirectoryError: they are of another run.
+    """
+    try:
+        identity = stored.folder.read(claim.layout.identity.name).decode()
+        text = stored.folder.read(claim.layout.config.name)
+    except StoreError:
+        return  # it is older than these records
+    config = parse_yaml(text, f"the config of {stored.url}", "the options of a run")
+    theirs, own = (Path(str(each)).name if each else "" for each in (config.get("run_dir"), run.config.run_dir))
+    if identity == run.identity() or (own and own == theirs):
+        return
+    raise UnusableRunDirectoryError(
+        f"{stored.url} has the checkpoints of another run",
+        expected="copies of this run, or none",
+        found=listed(list_changes(config, run.resolved)) or "a run in another folder",
+        next_step=f"give another {OPTION}" + (f"; to continue that run: --run_dir {theirs}" if theirs else ""),
+    )
 
 
 def fetch_checkpoint(stored: StoredRun, claim: RunDirectory, name: str) -> bool:
