@@ -21,7 +21,7 @@ from hvdtrain.observe.failure.fault import is_installed
 from hvdtrain.observe.output import FailureOutput
 from hvdtrain.runtime.environment import RankInfo, rank_label
 
-MODEL_HELP = "run folder, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
+MODEL_HELP = "run folder, RUN@latest, RUN@best, RUN@STEP, checkpoint, or folder of transformers"
 """Of the argument RUN of commands that use a model."""
 
 

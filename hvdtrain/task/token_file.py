@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:
     TensorDataset = object
 
-FORMAT = 2  # version of the cached files; others are built again
+FORMAT = 1  # version of the cached files; others are built again
 
 _ABOUT = "about.json"
 _TOKENS = "tokens.bin"
