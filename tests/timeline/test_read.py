@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import TraceError
@@ -98,6 +98,7 @@ def test_edited_at_random_all_that_is_still_whole_is_read(
     for place, removed, put in edits:
         at = place % (len(content) + 1)
         content = content[:at] + put + content[at + removed :]
+    assume(not content.startswith(b"\x1f\x8b"))  # it is read as gzip
     with tempfile.TemporaryDirectory() as folder:
         try:
             trace = read(content, Path(folder))
