@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -34,16 +35,16 @@ class Finding:
         return {"mend" if name == "fix" else name: value for name, value in vars(self).items()}
 
 
-def known(what: str) -> list[Mapping[str, Any]]:
-    """Return rows of causes.yaml."""
-    from hvdtrain.yaml_file import read_yaml  # PyYAML may be what is missing
+def known(what: str) -> list[dict[str, Any]]:
+    """Return rows of causes.json, which needs no package: one may be missing. The first pattern that is found counts.
 
-    rows: list[Mapping[str, Any]] = read_yaml(Path(__file__).with_name("causes.yaml"))[what]
-    return rows
+    Of variables, the values in `harmful` are harmful; without these, all but `harmless`, by default off.
+    """
+    return list(json.loads(Path(__file__).with_name("causes.json").read_text("utf-8"))[what])
 
 
 def known_cause(program: str, message: str) -> tuple[str, str]:
-    """Return the cause of a message of a program in causes.yaml, and the fix; empty texts if it is not known."""
+    """Return the cause of a message of a program in causes.json, and the fix; empty texts if it is not known."""
     rows = (each for each in known(program) if re.search(each["pattern"], message))
     return next(((each["cause"], each["fix"]) for each in rows), ("", ""))
 

@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.cli import doctor
 from hvdtrain.doctor import report
-from hvdtrain.doctor.report import Finding
+from hvdtrain.doctor.report import Finding, known, known_cause
 from hvdtrain.programs import ask
 from hvdtrain.runtime.environment import RankInfo
 from hvdtrain.runtime.rules import Setting
@@ -101,3 +101,10 @@ def test_a_terminal_gets_all_findings_and_other_ranks_are_silent(
         assert doctor.main([]) == code
         shown = capsys.readouterr().out
         assert all((name in shown) == (code == 2) for name in ("torch", "horovod", "shm", "mpirun", "A_VARIABLE=1"))
+
+
+def test_causes_need_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    monkeypatch.delitem(sys.modules, "hvdtrain.yaml_file", raising=False)
+    assert known_cause("horovod", "No module named 'distutils'")[1] == "pip install setuptools"
+    assert known("variables")

@@ -73,7 +73,7 @@ def test_a_plan_fits_its_own_parameters_only() -> None:
 
 
 def test_a_large_model_has_no_more_buckets_than_horovods_cache_holds() -> None:
-    """A mixture of 58 layers with 256 experts each, of which every one has parameters of its own."""
+    """A mixture has 58 layers of 256 experts, and each expert has its own parameters."""
     sizes = {f"p{number}": (7 << 20, 0) for number in range(58 * 256 * 3)}
     made = assign(sizes, limit_bytes=8 << 20)
     assert 250 <= len(made.buckets) <= 260

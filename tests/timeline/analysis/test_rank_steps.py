@@ -78,7 +78,7 @@ def test_ticks_of_broadcasts_and_of_each_pass_are_no_steps() -> None:
     turns += [
         replace(_turn(step, 3e3, first_us=1.2e4 * i), tensor=f"sum.{i % 2}") for step in range(40) for i in range(8)
     ]
-    for tensor in range(20):  # of which the first steps have ticks
+    for tensor in range(20):  # their first steps have ticks
         each = [replace(_turn(step, 10.0), tensor=f"allreduce.{tensor}") for step in range(40)]
         turns += [replace(turn, ticks={}) if step >= 4 + tensor else turn for step, turn in enumerate(each)]
     found = from_ticks([trace_of(sorted(turns, key=lambda turn: turn.start_us))])
