@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.comm.base import kept_for_stream
-from hvdtrain.errors import HorovodError, JoinedError
+from hvdtrain.errors import HorovodError, JoinedError, UnreachableError
 from hvdtrain.install import record
 from hvdtrain.runtime.environment import refuse_early_completion
 from hvdtrain.runtime.threads import thread_ids
@@ -109,7 +109,8 @@ class HorovodComm:
         process_set: a subset of the ranks that contains this one; rank and size are those within it (default: all).
         groups: ranks of each `subset` that will be made; equal on all ranks. Horovod learns them only at its start.
 
-    Errors: LaunchError on a GPU, if Horovod would report an exchange as complete before it is.
+    Errors: UnreachableError: the ranks did not find each other. LaunchError on a GPU, if Horovod would report an
+    exchange as complete before it is.
 
     Attributes:
         through_host: whether tensors go through host memory, by MPI or Gloo, because ranks share a CUDA device, which
@@ -124,7 +125,17 @@ class HorovodComm:
         before = thread_ids()
         if not hvd.is_initialized():  # by the program
             sets = {tuple(ranks): hvd.ProcessSet(list(ranks)) for ranks in groups}
-            hvd.init(process_sets=list(sets.values()))
+            try:
+                hvd.init(process_sets=list(sets.values()))
+            except ValueError as error:  # it has logged the reason
+                raise UnreachableError(
+                    "Horovod could not be initialized",
+                    expected="each rank finds the others within HOROVOD_GLOO_TIMEOUT_SECONDS (30 by default) and then"
+                    " hears from them",
+                    found=str(error).partition("\n")[0],
+                    next_step="see Horovod's messages above, and the errors of other ranks; where only time was short:"
+                    " horovodrun --gloo-timeout-seconds 300, or hvdtrain launch --gloo-timeout 300",
+                ) from error
             _groups.clear()
             _groups.update(sets)
         self.started_threads = thread_ids() - before

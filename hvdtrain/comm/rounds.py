@@ -140,9 +140,9 @@ class StockRounds(Rounds):
             self._changed = False
             try:
                 comm = HorovodComm()
-            except ValueError as error:  # Horovod logs the reason
+            except UnreachableError as error:
                 raise UnreachableError(
-                    f"joining the next round failed: {error}",
+                    f"joining the next round failed: {error.__cause__}",
                     next_step="nothing if the job no longer uses this host; otherwise the driver restarts this rank",
                 ) from None
         # Horovod has set them only in C.

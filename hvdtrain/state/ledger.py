@@ -27,6 +27,7 @@ from hvdtrain.runtime.clock import clock_id
 
 VERSION = 2
 _TAIL_BYTES = 1 << 16
+_UNWRITTEN_BYTES = 1 << 24  # more lines do not wait in memory
 _START = re.compile(rb'\n(?:\[|\{"version":2,"start":)(\d+),')
 
 
@@ -77,28 +78,24 @@ def next_start(folder: Path) -> int:
 class Ledger:
     """Appends a rank's lines, each with one system call, so that a killed process loses none.
 
-    The first start creates `folder`. If the disk fails, the ledger ends with one warning, and training continues.
+    The first start creates `folder`. While the disk fails, the lines wait in memory, and each later line tries again.
+    The first failure is a warning, and training continues.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self.folder = folder
         self._warn = warn
         self._file: int | None = None
-        self._of = b""  # start and rank of the lines
+        self._of = b""  # start and rank of the lines; empty while there is no start
         self._ranges: list[list[int]] = []
         self._checksum = 0
+        self._unwritten = bytearray()  # whole lines
+        self._has_failed = False
 
     def begin_start(self, header: StartHeader) -> None:
         """Begin a start."""
         self.close()
         self._ranges, self._checksum, self._of = [], 0, b"%d,%d" % (header.start, header.rank)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / ledger_file_name()
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            self._failed(error)
-            return
         self._append(orjson.dumps({"version": VERSION, **asdict(header)}))
 
     def add_samples(self, begin: int, end: int, indices: bytes) -> None:
@@ -111,37 +108,50 @@ class Ledger:
 
     def write(self, step: int) -> None:
         """Write the samples since the last step as those of `step`. Call it before the exchange of the step."""
-        if self._file is not None:
+        if self._of:
             ranges = ",".join([f"[{begin},{end}]" for begin, end in self._ranges])
             self._append(b"[%b,%d,[%b],%d]" % (self._of, step, ranges.encode(), self._checksum))
         self._ranges, self._checksum = [], 0
 
     def sync(self) -> None:
         """Wait until all lines are on disk. Call it before a checkpoint of these steps."""
-        if self._file is not None:
-            try:
-                os.fsync(self._file)
-            except OSError as error:
-                self._failed(error)
+        self._write_lines(is_on_disk=True)
 
     def close(self) -> None:
         """Close the file."""
-        file, self._file = self._file, None
+        self._write_lines()
+        file, self._file, self._of = self._file, None, b""
         if file is not None:
             with suppress(OSError):
                 os.close(file)
 
     def _append(self, line: bytes) -> None:
-        assert self._file is not None
-        try:
-            if os.write(self._file, b"\n" + line) <= len(line):
-                raise OSError("no space for a complete line")
-        except OSError as error:
-            self._failed(error)
+        self._unwritten += b"\n" + line
+        self._write_lines()
 
-    def _failed(self, error: OSError) -> None:
-        self.close()
-        self._warn(
-            f"the ledger in {self.folder} ends here: {error.strerror or error}. Training continues, but hvdtrain verify"
-            " data cannot check the samples of the following steps"
-        )
+    def _write_lines(self, is_on_disk: bool = False) -> None:
+        if not self._of:
+            return
+        try:
+            if self._file is None:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / ledger_file_name()
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            if self._unwritten:
+                written = os.write(self._file, self._unwritten)
+                if written < len(self._unwritten):  # the line that was cut off is written again
+                    del self._unwritten[: self._unwritten.rfind(b"\n", 0, written + 1)]
+                    raise OSError("no space for a complete line")
+                self._unwritten.clear()
+            if is_on_disk:
+                os.fsync(self._file)
+        except OSError as error:
+            if len(self._unwritten) > _UNWRITTEN_BYTES:
+                self._unwritten.clear()
+            if not self._has_failed:
+                self._has_failed = True
+                self._warn(
+                    f"the ledger in {self.folder} cannot be written: {error.strerror or error}. Training continues, and"
+                    " its lines are written when the disk accepts them. Without them, hvdtrain verify data cannot check"
+                    " the samples of these steps"
+                )

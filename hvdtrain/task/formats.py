@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import orjson
 
 from hvdtrain.errors import DataError
+from hvdtrain.files import is_url
 from hvdtrain.task.base import import_library
 from hvdtrain.task.source_files import EXTRA, SourceFile, opened
 
@@ -43,6 +44,8 @@ def read_rows(file: SourceFile, fields: Collection[str], begin: int = 0) -> Iter
 
     Errors: DataError: the file cannot be read.
     """
+    if not file.size_bytes and not is_url(file.path):
+        return
     read = FORMATS.get(file.endings[0], _json_lines)
     with opened(file, seeks=read is _parquet) as stream:
         yield from read(stream, file.path, fields, begin)
@@ -152,7 +155,11 @@ def _parquet(stream: BinaryIO, path: str, fields: Collection[str], begin: int) -
     file = parquet.ParquetFile(stream, buffer_size=1 << 20, pre_buffer=False)  # in memory is a page, not a row group
     names = file.schema_arrow.names
     _check_names(names, path, fields)
-    columns = [name for name in fields if name in names or name.partition(".")[0] in names]
+    leaves = [f"{file.schema.column(place).path}." for place in range(len(file.schema))]
+    stored = [
+        name if any(leaf.startswith(f"{name}.") for leaf in leaves) else name.partition(".")[0] for name in fields
+    ]
+    columns = [name for name in stored if name in names or name.partition(".")[0] in names]
     ends = [*accumulate(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))]
     first = bisect_right(ends, begin)
     number, groups = ends[first - 1] if first else 0, range(first, len(ends))

@@ -82,6 +82,13 @@ def read_dcp(path: Path) -> Contents:
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+    if not (path / ".metadata").is_file():
+        raise TaskError(
+            f"{path} is no checkpoint of torch.distributed.checkpoint",
+            expected="a folder with .metadata and files *.distcp",
+            found=_names_in(path),
+            next_step="name the folder that has them",
+        )
     with (path / ".metadata").open("rb") as file:
         metadata: Any = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata):
@@ -114,6 +121,25 @@ def read_file(path: Path) -> Contents:
     return _of_state(within, outside)
 
 
+def read_parts(path: Path) -> Contents:
+    """Read a file as `read_file`, or in a folder pytorch_model.bin or its parts, as of transformers and accelerate."""
+    if not path.is_dir():
+        return read_file(path)
+    whole = path / "pytorch_model.bin"
+    if not (files := [whole] if whole.is_file() else sorted(path.glob("pytorch_model*.bin"))):
+        raise TaskError(
+            f"there is no checkpoint in {path}",
+            expected="pytorch_model.bin, or parts pytorch_model-*.bin",
+            found=_names_in(path),
+            next_step="name a file, or without torch: a folder of safetensors files",
+        )
+    return _of_state({name: value for file in files for name, value in _load(file).items()}, [])
+
+
+def _names_in(path: Path) -> str:
+    return listed(sorted(each.name for each in path.iterdir())) if path.is_dir() else "a file"
+
+
 def read_deepspeed(path: Path) -> Contents:
     """Read a checkpoint of DeepSpeed: of ZeRO 0 to 2 in the precision of training, or a universal one in fp32."""
     if (path / "latest").is_file():
@@ -138,7 +164,7 @@ READERS: Mapping[str, Callable[[Path], Contents]] = {
     "dcp": read_dcp,
     "deepspeed": read_deepspeed,
     "lightning": read_file,
-    "torch": read_file,
+    "torch": read_parts,
 }
 """By the prefix of `--model.from`."""
 
@@ -146,10 +172,15 @@ READERS: Mapping[str, Callable[[Path], Contents]] = {
 def _load(path: Path) -> dict[str, Any]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, EOFError) as error:
         if names := re.findall(r"GLOBAL ([\w.]+)|(?:class|function) ([\w.]+)", str(error)):
             raise _refused(next(filter(None, names[0]))) from error
-        raise
+        raise TaskError(
+            f"{path} is no file of torch.save",
+            expected="a state dict that torch.save has written",
+            found=f"{path.stat().st_size:,} bytes of another format, or damaged ones",
+            next_step="name another file; for safetensors name the folder, without a prefix",
+        ) from error
     if not isinstance(loaded, dict):
         raise TypeError(f"{path.name} has a {type(loaded).__name__}, and not a state dict")
     return loaded

@@ -20,8 +20,8 @@ class ModelConfig:
             supports (default: model.preset)
         from_: begin with the weights of a run (RUN, RUN@best, RUN@STEP), a checkpoint, or a folder with config.json
             and safetensors files, at step 0; or of another trainer's checkpoint next to a config.json or with
-            model.config: dcp:FOLDER, deepspeed:FOLDER, lightning:FILE, torch:FILE (default: new weights of
-            model.preset)
+            model.config: dcp:FOLDER, deepspeed:FOLDER, lightning:FILE, torch:FILE or FOLDER (default: new
+            weights of model.preset)
         dropout: dropout rate of the attention weights (default: the model's own)
         attention: kernel of attention: flash (the flash_attn library, on GPUs in bf16 or fp16), sdpa (torch's), eager
             (whole scores in memory), or auto: the first of these that works

@@ -6,7 +6,10 @@ import socket
 
 import pytest
 
-from hvdtrain.comm.rounds import DriverRounds
+from hvdtrain.comm.horovod import HorovodComm
+from hvdtrain.comm.rounds import DriverRounds, StockRounds
+from hvdtrain.comm.solo import SoloComm
+from hvdtrain.errors import UnreachableError
 from hvdtrain.runtime.driver_client import Place
 from hvdtrain.runtime.environment import rank_info
 from tests.support.launch import TIMEOUT_S
@@ -81,3 +84,22 @@ def test_a_rank_that_does_not_leave_a_round_is_reported_as_hanging(monkeypatch: 
     monkeypatch.setattr("hvdtrain.comm.horovod.hvd.shutdown", shutdown)
     rounds._leave()
     assert seen == [61.0]
+
+
+def test_ranks_that_do_not_meet_are_told_how_to_wait_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(process_sets: list[object]) -> None:
+        raise ValueError("no rank answers\nmore")
+
+    hvd = "hvdtrain.comm.horovod.hvd"
+    monkeypatch.setattr(f"{hvd}.is_initialized", lambda: False)
+    monkeypatch.setattr(f"{hvd}.init", init)
+    monkeypatch.setattr(f"{hvd}.shutdown", lambda: None)
+    monkeypatch.setattr("hvdtrain.comm.horovod.on_host_updates", lambda listener: None)
+    monkeypatch.setattr("hvdtrain.comm.rounds.change_variables", lambda variables: None)
+    with pytest.raises(UnreachableError, match="could not be initialized") as caught:
+        HorovodComm()
+    assert "found: no rank answers\n" in str(caught.value) and "--gloo-timeout-seconds 300" in str(caught.value)
+    rounds = StockRounds(SoloComm())
+    rounds.enter("started")
+    with pytest.raises(UnreachableError, match="joining the next round failed: no rank answers"):
+        rounds.enter("changed")

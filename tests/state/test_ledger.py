@@ -7,6 +7,7 @@ import os
 import signal
 import zlib
 from array import array
+from contextlib import suppress
 from pathlib import Path
 
 import orjson
@@ -86,3 +87,25 @@ def test_a_failing_disk_is_reported_once(where: str, tmp_path: Path, monkeypatch
         ledger.sync()
     (text,) = told
     assert "Training continues" in text
+
+
+@pytest.mark.parametrize("room", [0, 1, 7])
+def test_lines_that_found_no_room_are_written_later_once(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    ledger, write = Ledger(tmp_path, told.append), os.write
+    ledger.begin_start(_head())
+    ledger.write(1)
+    monkeypatch.setattr(os, "write", lambda file, lines: write(file, bytes(lines)[:room]))
+    for step in (2, 3):
+        ledger.write(step)
+    monkeypatch.setattr(os, "write", write)
+    ledger.write(4)
+    ledger.begin_start(_head(1))
+    lines = []
+    for line in (tmp_path / ledger_file_name()).read_bytes().split(b"\n"):
+        with suppress(orjson.JSONDecodeError):
+            lines.append(orjson.loads(line))
+    assert [line[2] if isinstance(line, list) else line["start"] for line in lines] == [0, 1, 2, 3, 4, 1]
+    assert len(told) == 1

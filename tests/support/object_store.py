@@ -56,13 +56,17 @@ class S3Server:
             "s3.port.lance": 0,
         }
         words = [f"-{name}={value}" for name, value in options.items()]
-        with (self._folder / "log").open("ab") as log:
-            command = [program("weed"), "server", *words, "-s3"]
-            self._process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log)
-        end = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < end and self._process.poll() is None:
+        patience = {"connect_timeout": 5, "read_timeout": 5, "retries": {"max_attempts": 0}}
+        end = time.monotonic() + TIMEOUT_S / 4
+        while time.monotonic() < end:
+            if self._process is None or self._process.poll() is not None:
+                with (self._folder / "log").open("ab") as log:
+                    command = [program("weed"), "server", *words, "-s3"]
+                    self._process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log)
             with suppress(Exception):  # it does not answer yet, in one of several ways
-                system = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+                system = fsspec.filesystem(
+                    "s3", skip_instance_cache=True, use_listings_cache=False, config_kwargs=patience
+                )
                 system.makedirs(BUCKET, exist_ok=True)
                 system.pipe_file(f"{BUCKET}/ready", b"")
                 return
@@ -80,7 +84,7 @@ def _free_ports(count: int) -> list[int]:
     """Free ports. The port 10,000 above each is free, too: the server talks to itself there."""
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(20_000, 32_000)  # below those that the kernel gives to clients
+        port = random.randrange(10_000, 22_000)  # both are below those that the kernel gives to clients
         with suppress(OSError), ExitStack() as stack:
             for each in (port, port + 10_000):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", each))

@@ -194,6 +194,13 @@ def test_rows_without_a_text_are_refused_or_left_out(
 PARQUET = as_parquet(rows_of(TEXTS))
 
 
+@pytest.mark.parametrize("name", ["b.parquet", "b.jsonl.zst", "b.csv.gz"])
+def test_an_empty_file_has_no_documents(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(PARQUET)
+    (tmp_path / name).touch()
+    assert ids(open_corpus(TextConfig(text=f"{tmp_path}/*", seq_len=16, heldout=0)).train) == plain(TEXTS)
+
+
 @pytest.mark.parametrize(
     ("files", "options", "error", "words"),
     [
@@ -204,6 +211,12 @@ PARQUET = as_parquet(rows_of(TEXTS))
         ({"a.parquet": PARQUET}, {"field": "id"}, DataError, "row 1 has no text.*type int"),
         ({"a.parquet": PARQUET}, {"field": "id", "on_error": "skip"}, DataError, "empty.*60 not text"),
         ({"a.parquet": PARQUET, "b.parquet": as_parquet([{"body": "x"}])}, {}, DataError, "b.parquet, row 1.*body"),
+        (
+            {"a.parquet": as_parquet([{"meta": {"text": "a"}}])},
+            {"field": "meta.no"},
+            DataError,
+            "row 1 has no text.*the fields meta",
+        ),
         ({"a.csv": b"text,id,text\na,1,b\n"}, {}, DataError, "more than one field 'text'"),
         ({"a.csv": b"text\n" + b"a" * 200}, {"on_error": "skip"}, DataError, "line 2 cannot be read.*of more than 100"),
         (

@@ -171,7 +171,7 @@ def test_weights_of_other_trainers(
 
 
 _TWO_RANKS = """
-import sys, torch
+import os, sys, torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
@@ -181,6 +181,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
 mesh = init_device_mesh("cpu", (2,))
 state = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in load_file(f"{folder}/whole").items()}
 dcp.save({"model": state}, checkpoint_id=f"{folder}/dcp")
+os._exit(0)  # threads of torch may call Python until the end: one that waits for the interpreter then aborts
 """
 
 
@@ -242,6 +243,33 @@ def test_what_is_not_whole_is_refused(state: dict[str, Tensor], tmp_path: Path) 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"model.norm.weight is not complete"):
         READERS["dcp"](tmp_path)
+
+
+def test_parts_of_one_state_dict_are_read_together(state: dict[str, Tensor], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(TIED.to_json_string())
+    names = [*state]
+    for part, some in enumerate((names[:3], names[3:])):
+        torch.save({name: state[name] for name in some}, tmp_path / f"pytorch_model-0000{part + 1}-of-00002.bin")
+    _assert_equal(_state(f"torch:{tmp_path}"), state)
+    torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "pytorch_model.bin")
+    _assert_equal(_state(f"torch:{tmp_path}"), {name: tensor + 1 for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [("dcp", "no checkpoint of torch.distributed.checkpoint"), ("torch", "there is no checkpoint in")]
+)
+def test_a_folder_without_a_checkpoint_says_what_is_there(form: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(TaskError, match=text) as caught:
+        READERS[form](tmp_path)
+    assert caught.value.found == "model.safetensors"
+
+
+@pytest.mark.parametrize("content", [b"{}", b"\x80\x02text", b""])
+def test_a_file_of_another_format_is_named(content: bytes, tmp_path: Path) -> None:
+    (path := tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(TaskError, match=r"model.bin is no file of torch.save"):
+        READERS["torch"](path)
 
 
 def test_names_of_wrapped_models() -> None:

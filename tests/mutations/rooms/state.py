@@ -19,6 +19,10 @@ MUTATIONS: Table = {
             "if self._ranges and self._ranges[-1][1] <= begin:",
         ),
         "the next start has the number of the last one": ("    return max(numbers) + 1\n", "    return max(numbers)\n"),
+        "lines that found no room are lost": (
+            'del self._unwritten[: self._unwritten.rfind(b"\\n", 0, written + 1)]',
+            "self._unwritten.clear()",
+        ),
         "the number of a start is in its header alone": (r"\n(?:\[|\{", r"\n(?:\{"),
     },
     ("state/checkpoint_store.py", "tests/training/test_store.py"): {
