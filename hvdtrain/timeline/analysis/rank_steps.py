@@ -30,6 +30,8 @@ _ASIDE_SHARE = 0.01
 _MOST = 1 << 18
 """Largest number of values used; longer runs are sampled in stretches."""
 _STRETCH = 20
+_APART, _TIMES = 4, 128
+"""The least steps of a part of the time between exchanges, and how many longer ones a run may have."""
 _LEAST_TURNS = 4
 """Exchanges of a tensor."""
 _TOGETHER = 0.9
@@ -38,7 +40,10 @@ _TOGETHER = 0.9
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds from one exchange of all ranks to the next: a step, or several of workers apart; times are means."""
+    """Rounds from one exchange of all ranks to the next: a step, or several of workers apart, or parts of that time.
+
+    Times are means of the steps in a round.
+    """
 
     source: Literal["stamps", "ticks"]  # our stamps, or ticks of Horovod
     hosts: Sequence[str]
@@ -49,7 +54,7 @@ class Rounds:
     step_ms: float  # the median time of a step
     clock_error_ms: Floats  # bound of the error of a rank's times, compared with rank 0's [ranks]
     length: Ints  # number of steps with stamps in each, up to `column` [rounds]
-    wait_ms: Floats  # of each rank for others; infinite if unknown [ranks, rounds]
+    wait_ms: Floats  # of each rank for others; NaN if unknown [ranks, rounds]
     alone_ms: Floats  # times that alone may show that a rank is late [parts, ranks, rounds]
     fewer_ms: Floats = field(default_factory=lambda: np.zeros((1, 1)))
     """How much earlier than `work_ms` a rank is ready because it has fewer micro-batches [ranks, 1]."""
@@ -134,8 +139,10 @@ def waits_us(table: StepTable) -> tuple[Floats, Floats]:
     return of_all, np.maximum(0.0, np.nan_to_num(table.parts_us.get("wait", last)) - of_all)
 
 
-def from_stamps(table: StepTable) -> Rounds | None:
+def from_stamps(table: StepTable, *, divides: bool = False) -> Rounds | None:
     """Return the rounds of a step table; None with fewer than two ranks or two steps, or without an exchange.
+
+    `divides`: the time between exchanges of workers apart, into rounds of equal length.
 
     Waits for other ranks before the sums, for activations, parameters and the sums of a worker, are no work of a rank.
 
@@ -153,11 +160,12 @@ def from_stamps(table: StepTable) -> Rounds | None:
     work = (np.where(together, table.ready_us, table.end_us) - begin - waits) / 1e3
     warm = warm_up(table)
     first = ~follows(table.step) | np.roll(together, 1) | (np.arange(steps) == warm)
-    begins = np.flatnonzero(first)
+    whole = np.flatnonzero(first)
+    begins = _divided(whole, steps) if divides else whole
     column: Ints = (np.append(begins[1:], steps) - 1).astype(np.int32)
     length = column - begins + 1
-    usable = (begins >= warm) & together[column]
-    if not usable.any():
+    usable = (begins >= warm) & (together[column] | divides)
+    if not (usable & together[column]).any():
         return None
     of_step = np.median(table.end_us, axis=0) - np.median(begin, axis=0)
     step_ms = float(np.median((np.add.reduceat(of_step, begins) / length)[usable])) / 1e3
@@ -170,9 +178,37 @@ def from_stamps(table: StepTable) -> Rounds | None:
     found = Rounds("stamps", table.hosts, work, column, step, error, step_ms, error, length, work, work)
     used, each = found.steps(), np.zeros(steps)
     each[used] = represented(np.diff(table.step[used], prepend=table.step[used[:1]] - 1))
-    own, waited = _without_stages(found.mean_of(work), table.stages), found.mean_of((of_all + waits) / 1e3)
+    own = _without_stages(found.mean_of(work), table.stages)
+    waited = found.mean_of(waits / 1e3) + _waits_ms(of_all / 1e3, work, begins, whole, together)[:, kept]
     weight, alone = found.mean_of(each) * length, found.mean_of(_alone_us(table, warm) / 1e3)
     return replace(found, work_ms=own, weight=weight, wait_ms=waited, alone_ms=alone)
+
+
+def _divided(begins: Ints, steps: int) -> Ints:
+    """Divide the time between exchanges into rounds, and return where each begins. `begins`: of these times."""
+    length = np.diff(begins, append=steps)
+    parts = np.maximum(1, length // max(_APART, steps // _TIMES))
+    part = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.asarray(np.repeat(begins, parts) + part * np.repeat(length, parts) // np.repeat(parts, parts))
+
+
+def _waits_ms(last: Floats, work: Floats, begins: Ints, whole: Ints, together: NDArray[np.bool_]) -> Floats:
+    """Return how long each rank waits for what others do in a round, ms per step [ranks, rounds]; NaN if unknown.
+
+    A wait at an exchange is divided among the rounds since the one before, by how far the rank is ahead in each.
+
+    `last`: waits at exchanges, `work` [ranks, steps], `begins` of rounds, `whole`: those after an exchange.
+    """
+    place, length = np.searchsorted(begins, whole), np.diff(begins, append=len(together))
+    counts = np.diff(place, append=len(begins))
+    ahead = np.add.reduceat(work, begins, axis=1)
+    ahead = ahead.max(axis=0) - ahead
+    total = np.repeat(np.add.reduceat(ahead, place, axis=1), counts, axis=1)
+    even = length / np.repeat(np.add.reduceat(length, place), counts)
+    share = np.where(total > 0, ahead / np.where(total > 0, total, 1.0), even)
+    known = together[np.append(whole[1:], len(together)) - 1]
+    waited = np.where(known, np.add.reduceat(last, whole, axis=1), np.nan)
+    return np.asarray(share * np.repeat(waited, counts, axis=1) / length)
 
 
 def _alone_us(table: StepTable, warm: int) -> Floats:
@@ -254,7 +290,7 @@ def _rounds_of(trace: HorovodTrace) -> Rounds | None:
     step_ms = float(np.median(np.diff(end))) / 1e3
     number = np.arange(2, 2 + work.shape[1], dtype=np.int32)
     weight, exact, length = np.ones(len(number)), np.zeros(ranks), np.ones_like(number)
-    waits, parts = np.full_like(work, np.inf), np.zeros((0, *work.shape))
+    waits, parts = np.full_like(work, np.nan), np.zeros((0, *work.shape))
     return Rounds("ticks", [""] * ranks, work, number, number, weight, step_ms, exact, length, waits, parts)
 
 

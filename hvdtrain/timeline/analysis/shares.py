@@ -13,7 +13,7 @@ from hvdtrain.data.order import Workers
 from hvdtrain.observe.cost import as_mapping
 from hvdtrain.timeline.analysis.rank_steps import Rounds, from_stamps
 from hvdtrain.timeline.analysis.stats import mean_of
-from hvdtrain.timeline.analysis.stragglers import BatchSizes, Division, Stragglers, find_stragglers
+from hvdtrain.timeline.analysis.stragglers import LEAST_ROUNDS, BatchSizes, Division, Stragglers, find_stragglers
 from hvdtrain.timeline.columns import Floats, StepTable
 
 _AS_LONG, _SLOWER = 0.9, 1.1
@@ -94,6 +94,18 @@ def stragglers_of(
     rounds = from_stamps(table)
     if rounds is None:
         return None
+    found = _found(rounds, table, shares, config)
+    if rounds.length.max() == 1:
+        return found
+    # Of workers apart, a spell may be shorter than the time between exchanges.
+    parts = from_stamps(table, divides=True)
+    of_parts = _found(parts, table, shares, config) if parts is not None else found
+    return of_parts if of_parts.segments or len(rounds.step) < LEAST_ROUNDS else found
+
+
+def _found(
+    rounds: Rounds, table: StepTable, shares: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+) -> Stragglers:
     if not shares:
         passes, division = passes_by_rank(config, len(table.hosts)), None
         rounds, sizes = without_sizes(rounds, table, passes)

@@ -248,8 +248,10 @@ def _shown_alone(rounds: Rounds, late: Sequence[int], least: Sequence[float]) ->
 
 def _within_waits(costs: Sequence[Estimate], late: Sequence[int], total: float, rounds: Rounds) -> list[Estimate]:
     """Return costs less what ranks that are `late`, and cost `total`, seem to cost beyond the waits of the others."""
-    waited = np.average(np.delete(rounds.wait_ms, late, axis=0), axis=1, weights=rounds.weight)
-    share = min(1.0, float(waited.max(initial=0.0)) / total) if total > 0 else 1.0
+    known = np.isfinite(rounds.wait_ms).all(axis=0)
+    waits, weight = np.delete(rounds.wait_ms, late, axis=0)[:, known], rounds.weight[known]
+    waited = float((waits @ weight).max(initial=0.0) / weight.sum()) if known.any() else math.inf
+    share = min(1.0, waited / total) if total > 0 else 1.0
     return [Estimate(share * cost.value, share * cost.low, share * cost.high) for cost in costs]
 
 

@@ -64,6 +64,12 @@ MUTATIONS: Table = {
             "begin = np.where(follows(table.step), np.roll(released, -1, axis=1), start)",
         ),
     },
+    ("timeline/analysis/rank_steps.py", "tests/timeline/analysis/test_planted.py"): {
+        "all of the time between exchanges gave cause to wait": (
+            "    share = np.where(total > 0, ahead / np.where(total > 0, total, 1.0), even)\n",
+            "    share = even\n",
+        ),
+    },
     ("timeline/analysis/stragglers.py", "tests/timeline/analysis/test_stragglers.py"): {
         "a rank with fewer passes, for which nobody waits, makes jitter": (
             "mean_of((usual - rounds.fewer_ms).max(axis=0)",

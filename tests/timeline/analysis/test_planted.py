@@ -145,6 +145,25 @@ def test_workers_that_train_apart_are_judged_from_exchange_to_exchange(
     assert not none.blame.late and [finding.kind for finding in none.findings] == ["input"]
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "lasting"])
+@pytest.mark.parametrize(("every", "share"), [(32, 0.1), (32, 0.3), (64, 0.2), (64, 0.6)])
+@pytest.mark.some(4)
+def test_a_spell_of_a_worker_may_be_shorter_than_the_time_between_exchanges(
+    every: int, share: float, kind: str
+) -> None:
+    steps, seed = 600, round(every + 10 * share)
+    quiet = _work(4, steps, kind, seed)
+    work = quiet.copy()
+    first = int(0.37 * (1 - share) * steps)
+    work[1, first : first + round(share * steps)] += 8.0
+    found, none = (analyse(run_of(table_of(each, every=every))) for each in (work, quiet))
+    assert found.blame.late == [1] and not none.blame.late
+    end_us = [table_of(each, every=every).end_us[:, -1].max() for each in (work, quiet)]
+    assert found.blame.ranks[0].cost_ms.value == pytest.approx((end_us[0] - end_us[1]) / 1e3 / steps, rel=0.15)
+    (spell,) = found.blame.spells
+    assert spell.first_step == pytest.approx(first, abs=every / 4)
+
+
 def _waited(found: Analysis) -> float:
     return sum(part.ms.value for part in found.budget.parts if part.name == "waiting for late ranks")
 
