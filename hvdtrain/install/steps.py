@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -23,24 +24,6 @@ _MEANINGFUL = re.compile(
 )
 _NOISE = re.compile(r"subprocess-exited-with-error|Failed building wheel|Failed to build|execute `setup.py`| as error:")
 OFFLINE = "the package registry cannot be reached: check the network, the proxy and pip's index-url"
-_FULL = "free some disk space (pip cache purge), or set XDG_CACHE_HOME and TMPDIR to folders on another disk"
-_FIXES = (
-    ("No space left on device", _FULL),
-    ("Disk quota exceeded", f"your quota is used up: {_FULL}"),
-    (
-        "No matching distribution found for cuda-toolkit",
-        "nvcc cannot be fetched: module load cuda, or set CUDA_HOME; for CPU tensors only: --gpu none",
-    ),
-    ("NewConnectionError", OFFLINE),
-    ("connection broken by", OFFLINE),
-    ("Temporary failure in name resolution", OFFLINE),
-    (
-        "No matching distribution",
-        "the registry lacks the package or cannot be reached: check the network and pip's index-url",
-    ),
-    ("Killed signal", "the compiler ran out of memory: use a machine with at least 1.5 GiB per core"),
-    ("Python.h: No such file", "sudo apt-get install python3-dev   (Fedora, RHEL: sudo dnf install python3-devel)"),
-)
 
 
 @dataclass(frozen=True)
@@ -101,7 +84,8 @@ def explain_failure(step: Step, code: int, lines: Sequence[str], log: str) -> Bu
     shown = list(dict.fromkeys(line.strip() for line in meaningful or lines[-8:]))
     if len(shown) > 8:
         shown = [*shown[:5], "...", *shown[-3:]]  # the first errors are the most useful
-    known = [(line.strip(), fix) for sign, fix in _FIXES for line in lines if sign in line]
+    fixes = json.loads(Path(__file__).with_name("fixes.json").read_text("utf-8"))
+    known = [(line.strip(), each["fix"]) for each in fixes for line in lines if each["sign"] in line]
     if known and known[0][0] not in shown:
         shown.insert(0, known[0][0])
     return BuildError(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from hvdtrain.doctor.facts.machine import UNLIMITED
 from hvdtrain.doctor.hosts import network_checks
 from hvdtrain.doctor.hosts.host_probe import HostReport
 from hvdtrain.doctor.hosts.survey import Survey
-from hvdtrain.doctor.report import Finding, Level, by_value, known_cause, names
+from hvdtrain.doctor.report import Finding, by_value, known, known_cause, names
 from hvdtrain.install.record import BUILD_COMMAND
 
 _SAME = "install the same version on all hosts, or one environment on a file system that all hosts mount"
@@ -31,52 +30,14 @@ def explain_ssh_failure(host: str, message: str) -> Finding:
     return Finding(f"ssh {host}", "broken", (meaningful or parts or ["no message"])[-1], why, fix)
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """A value that all hosts should share, and the finding if they differ."""
-
-    name: str  # of the finding, and of the fact that is compared unless there is a `value`
-    level: Level
-    why: str
-    fix: str = _SAME
-    minor: bool = False
-    value: Callable[[HostReport], object] | None = None
-
-
-COMPARISONS: Sequence[_Comparison] = (
-    _Comparison("hvdtrain", "broken", "ranks with different versions wait for each other forever"),
-    _Comparison("python", "warning", "packages need one of them", value=lambda host: host.python.rpartition(".")[0]),
-    _Comparison("torch", "broken", "Horovod is built for one version of torch"),
-    _Comparison("horovod", "broken", "it is built for one torch and one MPI", BUILD_COMMAND),
-    _Comparison("libmpi", "broken", "ranks on different MPIs do not find each other"),
-    _Comparison(
-        "mpirun",
-        "warning",
-        "mpirun starts a helper (orted, prted, hydra_pmi_proxy) on each host; the helper must have the same release "
-        "and be on the PATH of commands run by ssh",
-        "set PATH in ~/.bashrc, above the line that returns for non-interactive shells; or, for Open MPI: "
-        "mpirun --prefix FOLDER",
-        # name and release of the MPI: ``Open MPI 4.1.8`` from ``mpirun (Open MPI) 4.1.8``
-        value=lambda host: host.mpirun.replace("mpirun (", "").replace(")", "").replace(" v", " "),
-    ),
-    _Comparison("machine", "broken", "their processors store numbers differently", minor=True),
-    _Comparison("kernel", "ok", "the difference is harmless by itself", minor=True),
-    _Comparison(
-        "cores",
-        "warning",
-        "every step waits for the slowest rank, and the ranks of a host share its cores",
-        "start fewer ranks on the smaller host: -H a:4,b:2",
-        value=attrgetter("host.cores"),
-    ),
-    _Comparison(
-        "gpus",
-        "warning",
-        "every step waits for the slowest GPU",
-        "start one rank per GPU (-H a:4,b:2), or use hosts of one kind in a job",
-        value=lambda host: ", ".join(f"{number} x {name}" for name, number in Counter(host.gpus).items()),
-    ),
-    _Comparison("driver", "warning", "the oldest driver limits the CUDA version of all hosts"),
-)
+_VALUES: Mapping[str, Callable[[HostReport], object]] = {
+    "python": lambda host: host.python.rpartition(".")[0],
+    # name and release of the MPI: ``Open MPI 4.1.8`` from ``mpirun (Open MPI) 4.1.8``
+    "mpirun": lambda host: host.mpirun.replace("mpirun (", "").replace(")", "").replace(" v", " "),
+    "cores": attrgetter("host.cores"),
+    "gpus": lambda host: ", ".join(f"{number} x {name}" for name, number in Counter(host.gpus).items()),
+}
+"""What hosts should share, where it is not the fact of that name."""
 
 
 def reached(survey: Survey) -> list[Finding]:
@@ -89,17 +50,18 @@ def reached(survey: Survey) -> list[Finding]:
 def compare(survey: Survey) -> list[Finding]:
     """Compare all hosts that answer. A value that no host has gives no finding."""
     found = []
-    for line in COMPARISONS:
-        value = line.value or attrgetter(line.name)
+    for line in known("differences"):
+        name, minor = line["name"], line.get("minor", False)
+        value = _VALUES.get(name, attrgetter(name))
         values = {host: value(facts) for host, facts in survey.facts.items()}
         if not any(values.values()):
             continue
         if len(set(map(str, values.values()))) == 1:
             everywhere = "" if len(values) == 1 else f" on all {len(values)} hosts"
-            found.append(Finding(line.name, "ok", f"{by_value(values)}{everywhere}", minor=line.minor))
+            found.append(Finding(name, "ok", f"{by_value(values)}{everywhere}", minor=minor))
         else:
-            fix = "" if line.level == "ok" else line.fix
-            found.append(Finding(line.name, line.level, by_value(values), line.why, fix))
+            fix = "" if line["level"] == "ok" else line.get("fix", _SAME).format(build=BUILD_COMMAND)
+            found.append(Finding(name, line["level"], by_value(values), line["why"], fix))
     return found
 
 

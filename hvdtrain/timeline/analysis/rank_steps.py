@@ -15,6 +15,8 @@ from hvdtrain.spans import NESTED
 from hvdtrain.timeline.analysis.phases import count_steps
 from hvdtrain.timeline.columns import Floats, HorovodTrace, Ints, StepTable
 
+_Places = NDArray[np.intp]
+
 _SPANS, _FACTS = ("data", "gc"), ("cpu_wait_us", "stopped_us")
 """Times that alone may show that a rank is late: parts of a step, and figures of a block."""
 _WARM_UP = 2
@@ -179,12 +181,12 @@ def from_stamps(table: StepTable, *, divides: bool = False) -> Rounds | None:
     used, each = found.steps(), np.zeros(steps)
     each[used] = represented(np.diff(table.step[used], prepend=table.step[used[:1]] - 1))
     own = _without_stages(found.mean_of(work), table.stages)
-    waited = found.mean_of(waits / 1e3) + _waits_ms(of_all / 1e3, work, begins, whole, together)[:, kept]
+    waited = np.add(found.mean_of(waits / 1e3), _waits_ms(of_all / 1e3, work, begins, whole, together)[:, kept])
     weight, alone = found.mean_of(each) * length, found.mean_of(_alone_us(table, warm) / 1e3)
     return replace(found, work_ms=own, weight=weight, wait_ms=waited, alone_ms=alone)
 
 
-def _divided(begins: Ints, steps: int) -> Ints:
+def _divided(begins: _Places, steps: int) -> _Places:
     """Divide the time between exchanges into rounds, and return where each begins. `begins`: of these times."""
     length = np.diff(begins, append=steps)
     parts = np.maximum(1, length // max(_APART, steps // _TIMES))
@@ -192,7 +194,7 @@ def _divided(begins: Ints, steps: int) -> Ints:
     return np.asarray(np.repeat(begins, parts) + part * np.repeat(length, parts) // np.repeat(parts, parts))
 
 
-def _waits_ms(last: Floats, work: Floats, begins: Ints, whole: Ints, together: NDArray[np.bool_]) -> Floats:
+def _waits_ms(last: Floats, work: Floats, begins: _Places, whole: _Places, together: NDArray[np.bool_]) -> Floats:
     """Return how long each rank waits for what others do in a round, ms per step [ranks, rounds]; NaN if unknown.
 
     A wait at an exchange is divided among the rounds since the one before, by how far the rank is ahead in each.
