@@ -128,6 +128,8 @@ def _division(facts: Facts) -> Iterator[Finding]:
 
 def _evenly(facts: Facts, found: Division) -> str:
     """Return how ranks would have as much to do as each other."""
+    if slow := [rank for rank in facts.blame.late if found.passes[rank] < max(found.passes)]:
+        return f"keep them: {wording.ranks(slow)} with fewer would set the pace; first find what slows them"
     train, size = facts.run.config["train"], len(found.passes)
     workers = workers_of(facts.run.config, size)
     if workers is not None and workers.parts:

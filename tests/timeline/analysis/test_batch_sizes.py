@@ -91,6 +91,13 @@ def test_micro_batches_that_follow_speed_are_no_unequal_batches() -> None:
     assert not _of(found, "batch_sizes")
 
 
+def test_a_slow_rank_with_fewer_micro_batches_gets_no_more() -> None:
+    work = noise(np.random.default_rng(0), (3, 200), "gaussian", 1.0) + np.array([[80.0], [80.0], [95.0]])
+    found = analyse(run_of(table_of(work), config={"train": {"global_batch": 11, "micro_batch": 1}, "parallel": {}}))
+    assert found.blame.late == [2]
+    assert _of(found, "division")[0].advice.startswith("keep them: rank 2 ")
+
+
 @pytest.mark.parametrize("late", [None, 1])
 @pytest.mark.parametrize(
     ("passes", "options", "advice"),
