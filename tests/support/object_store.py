@@ -15,6 +15,7 @@ from pathlib import Path
 from tests.support.launch import TIMEOUT_S, program
 
 BUCKET = "bucket"
+_START_S = 60.0
 USERS = {"writer": ["Admin", "Read", "Write", "List"], "reader": ["Read", "List"]}
 
 
@@ -57,9 +58,12 @@ class S3Server:
         }
         words = [f"-{name}={value}" for name, value in options.items()]
         patience = {"connect_timeout": 5, "read_timeout": 5, "retries": {"max_attempts": 0}}
-        end = time.monotonic() + TIMEOUT_S / 4
+        end, again = time.monotonic() + TIMEOUT_S / 2, 0.0
         while time.monotonic() < end:
+            if self._process is not None and time.monotonic() > again:  # a start can hang, after a kill above all
+                self.kill()
             if self._process is None or self._process.poll() is not None:
+                again = time.monotonic() + _START_S
                 with (self._folder / "log").open("ab") as log:
                     command = [program("weed"), "server", *words, "-s3"]
                     self._process = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=log)
