@@ -149,6 +149,16 @@ def test_biases_do_not_depend_on_the_number_of_ranks(
     assert found[0].abs().max() > 0 and all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("size", [2, 6])
+def test_workers_that_train_apart_have_biases_of_their_own(size: int, trained: Callable[..., Recorded]) -> None:
+    """Ranks that serve several workers, one, or a part of one: none waits for another's tokens."""
+    options = (*DIVIDED, "--parallel.sync=local:2", "--parallel.workers=3", "--outer.compression=none")
+    one, more = (trained(str(count), *options, size=count) for count in (1, size))
+    assert _bias(one).abs().max() > 0
+    torch.testing.assert_close(_bias(more), _bias(one))
+    assert more.losses() == pytest.approx(one.losses(), rel=2e-6)
+
+
 def _bias(run: Recorded) -> Tensor:
     return run.state().tensors["model"]["model.layers.1.mlp.gate.e_score_correction_bias"]
 

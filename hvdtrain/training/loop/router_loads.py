@@ -28,7 +28,7 @@ EVERY = 10
 
 
 class RouterLoads(StepPart):
-    """The tokens that the routers of a model give to each expert in a step, summed over all ranks.
+    """The tokens that the routers of a model give to each expert in a step, summed over the ranks that train together.
 
     After an applied step, experts with fewer tokens than the mean of their layer become more likely: their router's
     bias grows by `rate`, that of the others falls. The counts are whole numbers of the global batch, so that this does
@@ -38,7 +38,7 @@ class RouterLoads(StepPart):
         routers: by name; each has as many experts in every pass.
         rate: 0 to change no bias.
         counts: whether this rank's passes count.
-        event: records an event, on rank 0.
+        event: records an event, on rank 0: the loads of all ranks, or of worker 0.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class RouterLoads(StepPart):
         counts: bool = True,
     ) -> None:
         self._routers, self._comm, self._rate, self._event, self._counts = routers, comm, rate, event, counts
+        self._shows, self._last_shown = comm.rank == 0, -1
         self._is_counting = False
         self._chosen: dict[str, list[Tensor]] = {name: [] for name in routers}
         self._alike: dict[int, list[str]] = {}  # by the number of experts
@@ -122,8 +123,13 @@ class RouterLoads(StepPart):
         self._show()
         if applied and self._rate:
             self._change_biases()
-        if step % EVERY == 0 and self._comm.rank == 0:
-            self._shown = step, HostCopy(self._numbers.clone())
+        if step % EVERY == 0 and self._shows and step != self._last_shown:  # several workers may take this step
+            self._shown, self._last_shown = (step, HostCopy(self._numbers.clone())), step
+
+    def among(self, comm: Comm) -> RouterLoads:
+        """Count for some of the ranks from now on: those of a worker. Its biases are part of its own buffers."""
+        self._comm = comm
+        return self
 
     def own_share(self) -> float:
         """Return the largest share that one expert of a router has got of this rank's tokens; NaN if unknown.
