@@ -188,7 +188,10 @@ def _blame(run: RunTrace, stragglers: Stragglers | None) -> Blame:
     steps, together = int(rounds.length.sum()), _together(run, parts)
     span = (int(run.steps.step[0]), int(run.steps.step[-1])) if run.steps is not None else (0, 0)
     unknown = not late and not (len(rounds.step) >= LEAST_ROUNDS and np.isfinite(rounds.clock_error_ms).all())
-    return Blame(rounds.source, steps, rows, late, causes, stragglers.reason, spells, together, *span, unknown)
+    reason = stragglers.reason
+    if not late and together == run.size:
+        unknown, reason = True, "all ranks wait for each other within passes, and these waits are not measured"
+    return Blame(rounds.source, steps, rows, late, causes, reason, spells, together, *span, unknown)
 
 
 def _together(run: RunTrace, parts: Mapping[str, Any]) -> int:

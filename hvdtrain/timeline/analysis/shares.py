@@ -95,11 +95,10 @@ def stragglers_of(
     if rounds is None:
         return None
     found = _found(rounds, table, shares, config)
-    if rounds.length.max() == 1:
-        return found
     # Of workers apart, a spell may be shorter than the time between exchanges.
-    parts = from_stamps(table, divides=True)
-    of_parts = _found(parts, table, shares, config) if parts is not None else found
+    if rounds.length.max() == 1 or (parts := from_stamps(table, divides=True)) is None:
+        return found
+    of_parts = _found(parts, table, shares, config)
     return of_parts if of_parts.segments or len(rounds.step) < LEAST_ROUNDS else found
 
 

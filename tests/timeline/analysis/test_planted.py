@@ -168,6 +168,15 @@ def _waited(found: Analysis) -> float:
     return sum(part.ms.value for part in found.budget.parts if part.name == "waiting for late ranks")
 
 
+def test_ranks_that_all_wait_within_passes_hide_who_is_late() -> None:
+    """What nobody measures is not none: each rank of tensor parallelism is as late as the last one."""
+    for tp, unknown in ((1, False), (2, False), (4, True)):
+        found = analyse(run_of(table_of(_work(4, 200)), config={"train": {}, "parallel": {"tp": tp}}))
+        assert not found.blame.late and found.blame.unknown == unknown
+    assert "unknown (all ranks wait for each other within passes" in to_text(found)
+    assert "straggler_ms" not in figures(found)
+
+
 @pytest.mark.parametrize("every", [1, 8])
 def test_stragglers_cost_at_most_what_the_others_wait(every: int) -> None:
     """Also where stamps show more lateness than waits: here a rank loses the time after each exchange."""
