@@ -249,7 +249,7 @@ class _Rows:
         if self.truncated:
             text += f", {self.truncated:,} of them truncated to {self.length:,} tokens"
         if self.dropped:
-            text += f"; {self.dropped:,} without a token of the assistant are left out"
+            text += f"; {self.dropped:,} without a token of the assistant in {self.length:,} tokens are left out"
         return text + self.skipped.note()
 
     def ids(self, *, held: bool) -> Iterator[Ids]:
