@@ -175,7 +175,7 @@ class DriverRounds(Rounds):
             except Exception as error:
                 if getattr(error, "recurs", False):
                     raise
-                why, text = FAILED, str(error)
+                why, text = FAILED, str(error.__cause__ or error)
 
     def _leave(self) -> None:
         from hvdtrain.comm.horovod import hvd
