@@ -153,9 +153,9 @@ def _pipeline(facts: Facts) -> Iterator[Finding]:
     if waits is not None:
         cost = float(waits.mean())
         text = f"the {stages} stages of a pipeline wait for each other for {facts.per_step(cost)}; {least}"
-        by_stage = np.array([waits[np.arange(size) * stages // size == stage].mean() for stage in range(stages)])
-        if by_stage.max() - by_stage.min() >= _HALF * cost:
-            text += f". Stage {by_stage.argmin()} waits least, {wording.ms(by_stage.min())} ms: it has the most work"
+        of_stage = np.array([waits[np.arange(size) * stages // size == stage].mean() for stage in range(stages)])
+        if of_stage.max() - (ms := of_stage.min()) >= _HALF * cost:
+            text += f". Stage {of_stage.argmin()} waits least, {wording.ms(ms)} ms: it has the most work, or is slow"
     elif share >= _IDLE:
         cost = share * facts.ms("forward", "backward")
         text = f"the {stages} stages of a pipeline wait for each other: {least}"

@@ -287,6 +287,7 @@ def test_the_waits_of_stages_are_reported() -> None:
     finding = _one(analyse(run_of(replace(table, stages=2), config=_pipeline())), "pipeline")
     assert finding.cost_ms == pytest.approx(4.0, rel=0.05)
     assert "wait for each other for 4.0" in finding.text and "Stage 1 waits least, 1.0" in finding.text
+    assert "the most work, or is slow" in finding.text
 
 
 @pytest.mark.parametrize("more", [0.0, 8.0])
