@@ -77,7 +77,7 @@ def causes_of(rank: int, table: StepTable, stragglers: Stragglers) -> list[Cause
     spent |= {"gc": gc, **_processor_times(table, column)}
     found = []
     for name, values in spent.items():
-        mine, usual = float(values[rank]), float(np.median(values[others]))
+        mine, usual = float(values[rank]), max(0.0, float(np.median(values[others])))  # clipped outliers may leave less
         if mine - usual >= least:
             text = _WORDS[name].format(mine=wording.ms(mine), others=wording.ms(usual))
             found.append(Cause(name, mine - usual, text))
